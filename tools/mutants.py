@@ -476,7 +476,7 @@ RUNTIME = (
         "attacks/test_tensor_hooks.py",
     ),
     Mutant(
-        "pipe/pipeline_state.py",
+        "pipe/programs.py",
         "count = 1 if bound.moving_buffers and not in_one else self.settings.micro_batches(batch)",
         "count = self.settings.micro_batches(batch)",
         "attacks/test_moving_buffers.py",

@@ -25,8 +25,8 @@ Modules, bottom up:
 - `held_tensors` (which rank has which parameter; tied weights), `gradient_reduction` (sums over replicas), `replicas`
   (the part of each in a step), `step_report` (reports at the end of a step), `rank_gradients` (from sums of stages to
   `.grad`)
-- `agreement` (all ranks have the same model, plan and versions), `rank_engine` (complete steps), `rank_state` (graphs,
-  recorded on all ranks), `rank_stream`, `rank_train_stream` (one stage of a stream, and the loop), `pipeline`
+- `agreement` (all ranks have the same model, plan and versions), `rank_engine` (complete steps), `rank_state` (programs
+  of all ranks), `rank_stream`, `rank_train_stream` (one stage of a stream, and the loop), `pipeline`
 - `materialization` (memory for this rank's tensors), `checkpoint_readers`, `checkpoint_loading`, `initialization`,
   `clip_grad_norm`
 """

@@ -59,7 +59,7 @@ def load(
     state = _state_of(pipe)
     parse_switch("strict", strict)
     check_init_fn(init_fn)
-    with state.engine.running(), state.together():
+    with state.engine.running(), state.group.together():
         reader, prefix = open_checkpoint(path), f"{key}." if key else ""
         entries = pipe.state_dict(keep_vars=True)
         _check_fit(state, reader, entries, state.model.state_dict().keys(), prefix, path, strict)
@@ -97,7 +97,7 @@ def _check_fit(
         if shape != own:
             shapes.append(f"{name!r} ({_shape_text(shape)}, in the model {_shape_text(own)})")
     missing = [name for name, value in entries.items() if name not in keys and id(value) not in present]
-    everybody = state.from_all((missing, sorted(shapes)), "its part of the checkpoint")
+    everybody = state.group.gather((missing, sorted(shapes)), "its part of the checkpoint")
     unexpected = sorted(keys - {*all_keys})
     all_missing = list(dict.fromkeys(name for names, _ in everybody for name in names))
     all_shapes = list(dict.fromkeys(text for _, texts in everybody for text in texts))

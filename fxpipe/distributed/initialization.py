@@ -80,7 +80,7 @@ def check_init_fn(init_fn: object) -> None:
 
 def refuse_missing_values(state: PipelineState, after: str, why: str) -> None:
     """Raises `StateError` on all ranks if any rank has tensors without values; names them."""
-    everybody = state.from_all(state.own_without_values(), "the tensors without values")
+    everybody = state.group.gather(state.own_without_values(), "the tensors without values")
     if missing := list(dict.fromkeys(name for names in everybody for name in names)):
         raise StateError(
             f"without values after fxpipe.distributed.{after}: {names_text(missing)} ({why}). What __init__ computes "
@@ -121,7 +121,7 @@ def initialize_stages(state: RankState, init_fn: InitFunction | None) -> None:
 
 def initialize_missing(state: PipelineState, names: Collection[str], init_fn: InitFunction | None) -> None:
     """Initializes these tensors by their modules only. The random numbers depend on the module, not on the rank."""
-    model, seed = state.model, state.from_first(peek_seed(), "the seed of its random numbers")
+    model, seed = state.model, state.group.broadcast(peek_seed(), "the seed of its random numbers")
     paths = {path for path, _ in model.named_modules()}
     wanted = {model.get_submodule(_path_of_module(name, paths)) for name in names}
     tensors = [tensor for name, tensor in state.own_tensors().items() if name in names]

@@ -18,7 +18,7 @@ from fxpipe._torch.module_internals import with_metadata
 from fxpipe.distributed.agreement import check_agreement, model_fields
 from fxpipe.distributed.materialization import GivenMemory
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.distributed.rank_state import RankState
+from fxpipe.distributed.rank_state import EVALUATION, RankState
 from fxpipe.distributed.rank_train_stream import RankStreamLoop, RankTrainStream
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipe.model_calls import ModelCall
@@ -116,10 +116,10 @@ class DistributedPipeline(Pipeline):
                     f"the model has the hook {hooks[0]!r}, which sees its inputs and outputs, and these are on "
                     "different processes; remove it (hook.remove()), or put it on a module inside"
                 )
-            graph, inputs = state.agree("the pipe", [ModelCall(args, kwargs, ())])
+            inputs = state.agree(EVALUATION, [ModelCall(args, kwargs, ())])
             placement = state.settings.placement
             schedule = make_schedule("inference", len(placement), len(inputs.samples), "never", placement)
-            return state.engine.call_ranks(graph, inputs, schedule, to_all=state.outputs == "all")
+            return state.engine.call_ranks(inputs, schedule, to_all=state.outputs == "all")
 
     def _open_stream(
         self, batches: Iterable[Any], call: LossCall, optimizer: StagewiseOptimizer, policy: WeightPolicy

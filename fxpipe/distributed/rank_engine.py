@@ -42,15 +42,28 @@ from fxpipe.scheduling import Schedule
 from fxpipe.utils.pytree import map_tensor_leaves
 
 
-@dataclass(frozen=True, slots=True)
-class RankGraph:
-    """A graph with everything that a rank needs to run it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram(BoundProgram):
+    """A program with everything that a rank needs to run it."""
 
-    number: Any  # the same on all ranks; a tuple for several graphs in one step
-    bound: BoundProgram
+    number: Any  # the same on all ranks; a tuple for several programs in one step
     routes: RelayRoutes
     held: HeldTensors
     transfers: TensorTransfers
+
+    @property
+    def last(self) -> int:
+        """The rank of the last stage."""
+        return self.routes.rank(len(self.devices))
+
+    @staticmethod
+    def union(programs: Sequence[RankProgram]) -> RankProgram:
+        """Returns one program for a step over micro-batches of these programs, with the transfers of all."""
+        first, different = programs[0], [one.program for one in different_programs(programs)]
+        if len(different) == 1:
+            return first
+        transfers = first.held.transfers(different, first.routes)
+        return replace(first, number=tuple(one.number for one in programs), transfers=transfers)
 
 
 def pairs_of_ranks(routes: RelayRoutes, transfers: TensorTransfers | None = None) -> Iterator[tuple[int, int]]:
@@ -63,11 +76,14 @@ def pairs_of_ranks(routes: RelayRoutes, transfers: TensorTransfers | None = None
         yield from (*transfers.borrowed, *transfers.gradients, *transfers.changed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankInputs(GivenInputs):
     """The inputs of a step, the same on all ranks, except for leaves and targets, which are where they are needed."""
 
-    graphs: tuple[RankGraph, ...] = ()  # by micro-batch
+    bounds: tuple[RankProgram, ...] = ()
+    leaves: Sequence[Any] = ()
+    samples: tuple[int, ...] = ()
+    union: RankProgram = field(default=None)  # type: ignore[assignment]  # of all micro-batches; None in a message
     sizes: tuple[Any, ...] = ()  # sizes of the leaves, on all ranks
     seed: int = 0
     known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by index
@@ -79,7 +95,7 @@ class RankInputs(GivenInputs):
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for graph in self.graphs for name, tensor in graph.bound.constants.items()}
+        return {name: tensor for one in self.bounds for name, tensor in one.constants.items()}
 
 
 class RankEngine(Engine):
@@ -109,26 +125,25 @@ class RankEngine(Engine):
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
-    def _mailbox(self, graph: RankGraph) -> Mailbox:
+    def _mailbox(self, program: RankProgram) -> Mailbox:
         """Creates the mailbox of a step. All ranks call it together."""
         if self._generation != self.group.generation or len(self._layouts) > MAX_KEYS:
             self._layouts.clear()  # in the same step on all ranks
             self._generation = self.group.generation
         transfers = self.group.transfers
         if transfers is not None:
-            transfers.connect(pairs_of_ranks(graph.routes, graph.transfers))
+            transfers.connect(pairs_of_ranks(program.routes, program.transfers))
         return Mailbox(self.group.connection, self.group.device, self._layouts, transfers)
 
-    def _borrowed(self, graph: RankGraph, mailbox: Mailbox, tensors: ModelTensors) -> TensorExchange:
+    def _borrowed(self, program: RankProgram, mailbox: Mailbox, tensors: ModelTensors) -> TensorExchange:
         """Begins the exchange of tensors of the model."""
-        key = graph.number, "tensors"
-        exchange = TensorExchange(mailbox, self.group.rank, tensors, graph.transfers, key, FIRST_FREE_TAG)
+        key = program.number, "tensors"
+        exchange = TensorExchange(mailbox, self.group.rank, tensors, program.transfers, key, FIRST_FREE_TAG)
         exchange.borrow()
         return exchange
 
     def _run_row(
         self,
-        graph: RankGraph,
         inputs: RankInputs,
         schedule: Schedule,
         mailbox: Mailbox,
@@ -137,8 +152,8 @@ class RankEngine(Engine):
         **more: Any,
     ) -> RankStep:
         """Runs the row. `reduction`: gets gradients as soon as they are complete, if one program runs."""
-        rank = self.group.rank
-        link = PacketLink(mailbox, graph.routes, (graph.number, inputs.sizes, schedule.micro_batches))
+        rank, program = self.group.rank, inputs.union
+        link = PacketLink(mailbox, program.routes, (program.number, inputs.sizes, schedule.micro_batches))
         step: RankStep = self._step(
             inputs,
             schedule,
@@ -152,7 +167,7 @@ class RankEngine(Engine):
             **more,
         )
         step.log.begun.append(time.perf_counter())
-        link.queue(order_of_step(schedule.rows, graph.routes.placement, rank))
+        link.queue(order_of_step(schedule.rows, program.routes.placement, rank))
         self.executor.run(step, (schedule.rows[rank],))
         self._note_step(step, schedule)
         step.exchange.check_empty()
@@ -162,32 +177,32 @@ class RankEngine(Engine):
 
     def part_of_step(self, inputs: RankInputs) -> dict[str, Any]:
         """Returns the arguments of a step with the stages of this rank only."""
-        routes, rank = [one.routes for one in inputs.graphs], self.group.rank
+        routes, rank = [one.routes for one in inputs.bounds], self.group.rank
         here = [j for j, at in enumerate(routes[0].placement) if at == rank]
         return {"exchange": functools.partial(RankExchange, routes=routes, rank=rank), "stages": here}
 
     def own_inputs(self, inputs: GivenInputs) -> StepInputs:
         assert isinstance(inputs, RankInputs)
-        if inputs.graphs[0].routes.is_here(0, self.group.rank):
+        if inputs.bounds[0].routes.is_here(0, self.group.rank):
             return StepInputs.of(inputs)
         parts = tuple(inputs.leaves) if inputs.is_handed_over else (inputs.leaves,) * len(inputs.bounds)
         return StepInputs(inputs.bounds, parts, tuple(inputs.shares), (), ())
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    def call_ranks(self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, *, to_all: bool) -> Any:
+    def call_ranks(self, inputs: RankInputs, schedule: Schedule, *, to_all: bool) -> Any:
         """Runs all forwards; returns the output on the rank of the last stage or on all ranks, else None."""
-        bound, connection = graph.bound, self.group.connection
-        mailbox, tensors = self._mailbox(graph), ModelTensors(self.model, bound.constants)
-        exchange = self._borrowed(graph, mailbox, tensors)
-        step = self._run_row(graph, inputs, schedule, mailbox, inputs.seed)
-        last = graph.routes.rank(len(bound.devices))
+        program, connection = inputs.union, self.group.connection
+        mailbox, tensors = self._mailbox(program), ModelTensors(self.model, program.constants)
+        exchange = self._borrowed(program, mailbox, tensors)
+        step = self._run_row(inputs, schedule, mailbox, inputs.seed)
+        last = program.last
         outputs: list[Any] = []
         if self.group.rank == last:
             outputs, _ = gathered_results(step)
-        count = len(bound.program.outputs)
-        more = self._from_last(graph, inputs, [outputs[count:]])
-        output = bound.output(outputs[:count]) if self.group.rank == last else None
+        count = len(program.program.outputs)
+        more = self._from_last(inputs, [outputs[count:]])
+        output = program.output(outputs[:count]) if self.group.rank == last else None
         if to_all:
             output = self._on_all(output, last)
         connection.all_gather(None, "the end of the step")
@@ -202,14 +217,14 @@ class RankEngine(Engine):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def train_ranks(
-        self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, call: LossCall, to_all: bool
+        self, inputs: RankInputs, schedule: Schedule, call: LossCall, to_all: bool
     ) -> tuple[torch.Tensor, Any]:
         """Runs a step and adds its gradients to `.grad` on this rank; returns the loss, and outputs or None.
 
         `to_all`: all ranks get the outputs.
         """
-        bound, m = graph.bound, schedule.micro_batches
-        last = graph.routes.rank(len(bound.devices))
+        program, m = inputs.union, schedule.micro_batches
+        last = program.last
         is_last = self.group.rank == last
         tensors = ModelTensors(self.model, inputs.constants)
         kind = None  # micro-batches from the caller are not compared with a mini-batch
@@ -221,17 +236,17 @@ class RankEngine(Engine):
             )
         if is_last and not inputs.is_handed_over and not is_whole:
             kind = self.history_of(inputs, call)
-        mailbox = self._mailbox(graph)
-        exchange = self._borrowed(graph, mailbox, tensors)
-        gradients = RankGradients(graph.held, graph.transfers, tensors, inputs.programs, self.group, self.replicas)
-        part = self._begin(graph, inputs, call, gradients, is_last)
+        mailbox = self._mailbox(program)
+        exchange = self._borrowed(program, mailbox, tensors)
+        gradients = self.gradients_of(inputs, tensors)
+        part = self._begin(inputs, call, gradients, is_last)
         looks_at_elements = not inputs.is_handed_over and not is_whole and part.micro_batches > 1
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
         while True:
             losses = self.losses_of(inputs, part, call, is_verified) if is_last else None
             step = self._run_row(
-                graph, inputs, schedule, mailbox, part.seed, gradients.open_sum(),
+                inputs, schedule, mailbox, part.seed, gradients.open_sum(),
                 losses=losses,
                 keep_outputs=is_last and (is_verified or call.return_outputs),
                 look_at_elements=(kind is None or kind.look_at_elements) and looks_at_elements,
@@ -266,7 +281,7 @@ class RankEngine(Engine):
 
         gradients.sum_over_replicas(step, reports)
         others = exchange.sum_gradients(step)
-        more = self._from_last(graph, inputs, [] if step.loss is None else self.other_results(step, inputs))
+        more = self._from_last(inputs, [] if step.loss is None else self.other_results(step, inputs))
         output = None
         if step.loss is not None and call.return_outputs:
             output = step.loss.outputs_of_micro_batches() if inputs.is_handed_over else step.loss.tree(outputs)
@@ -274,19 +289,12 @@ class RankEngine(Engine):
             output = self._on_all(output, last)
         mailbox.settle()
         gradients.commit(step, reports, others, divisor)
-        self._commit_buffers(graph, inputs, step, exchange, tensors, part)
+        self._commit_buffers(inputs, step, exchange, tensors, part)
         self.write_back(inputs, more)
         mailbox.remember()
         return loss.to(self.group.device), output
 
-    def _begin(
-        self,
-        graph: RankGraph,
-        inputs: RankInputs,
-        call: LossCall,
-        gradients: RankGradients,
-        is_last: bool,
-    ) -> ReplicaPart:
+    def _begin(self, inputs: RankInputs, call: LossCall, gradients: RankGradients, is_last: bool) -> ReplicaPart:
         """Exchanges messages with the other replicas; returns this replica's part of the step."""
         start = ReplicaStart(
             inputs.batch,
@@ -295,11 +303,11 @@ class RankEngine(Engine):
             self.replicas.is_synced,
             call.reduction,
             digest(gradients.parameters),
-            bool(self.changed_here(graph, inputs)),
+            bool(self.changed_here(inputs)),
             inputs.known if is_last else None,
             self.replicas.may_differ,
         )
-        combinations = () if inputs.is_handed_over else graph.bound.combinations
+        combinations = () if inputs.is_handed_over else inputs.bound.combinations
         part = self.replicas.begin(start, gradients.parameters, combinations)
         if part.may_differ:
             self.replicas.check_weights(gradients.trained)
@@ -312,25 +320,23 @@ class RankEngine(Engine):
         scaler.scale(torch.zeros((), device=self.group.device))
         return float(scaler.get_scale())
 
-    def changed_here(self, graph: RankGraph, inputs: RankInputs) -> list[str]:
+    def gradients_of(self, inputs: RankInputs, tensors: ModelTensors) -> RankGradients:
+        held, transfers = inputs.union.held, inputs.union.transfers
+        return RankGradients(held, transfers, tensors, inputs.programs, self.group, self.replicas)
+
+    def changed_here(self, inputs: RankInputs) -> list[str]:
         changed = dict.fromkeys(name for program in inputs.programs for name in program.changes)
-        return [name for name in changed if self.group.rank in graph.held.holders(name)]
+        return [name for name in changed if self.group.rank in inputs.union.held.holders(name)]
 
     def _commit_buffers(
-        self,
-        graph: RankGraph,
-        inputs: RankInputs,
-        step: RankStep,
-        exchange: TensorExchange,
-        tensors: ModelTensors,
-        part: ReplicaPart,
+        self, inputs: RankInputs, step: RankStep, exchange: TensorExchange, tensors: ModelTensors, part: ReplicaPart
     ) -> None:
         """Writes the buffers that forward has changed into the model: the first replica's on all replicas."""
         if self.group.replica == 0:
             step.commit_buffers()
             exchange.spread_changes()
         if self.replicas.count > 1 and part.changes_buffers:
-            share_buffers(self.group, tensors, self.changed_here(graph, inputs))
+            share_buffers(self.group, tensors, self.changed_here(inputs))
 
     def losses_of(self, inputs: RankInputs, part: ReplicaPart, call: LossCall, is_verified: bool) -> MicroBatchLosses:
         """Returns the losses of this replica's micro-batches, on the rank of the last stage."""
@@ -368,10 +374,10 @@ class RankEngine(Engine):
 
     # -- exchange at the end of a step -------------------------------------------------------------------------------
 
-    def _from_last(self, graph: RankGraph, inputs: RankInputs, values: Sequence[Any]) -> Sequence[Any]:
+    def _from_last(self, inputs: RankInputs, values: Sequence[Any]) -> Sequence[Any]:
         if not any(program.written_inputs or program.left for program in inputs.programs):
             return []
-        result: Sequence[Any] = self._on_all(list(values), graph.routes.rank(len(graph.bound.devices)))
+        result: Sequence[Any] = self._on_all(list(values), inputs.union.last)
         return result
 
     def _on_all(self, value: Any, source: int) -> Any:

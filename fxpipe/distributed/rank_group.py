@@ -178,6 +178,10 @@ class RankGroup:
         result: list[list[Any]] = self.replicas.all_gather(own, what, is_long=is_long)
         return result
 
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Gathers the objects of the ranks of this replica."""
+        return self.connection.all_gather(value, what)
+
     def broadcast(self, value: Any, what: str) -> Any:
         """Sends an object of the first rank to all ranks of all replicas. The first rank may be planning meanwhile."""
         if self.rank == 0:

@@ -28,8 +28,8 @@ from fxpipe.distributed.gradient_reduction import WAITED_FOR, StageParameter
 from fxpipe.distributed.held_tensors import share_buffers
 from fxpipe.distributed.packet_link import JOB_TAG, PacketLink, PacketOrder, cut_of, tag_of
 from fxpipe.distributed.packets import Layout, Mailbox, PacketValue
-from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, pairs_of_ranks
-from fxpipe.distributed.rank_gradients import RankGradients, parameters_of_loss
+from fxpipe.distributed.rank_engine import RankEngine, RankInputs, RankProgram, pairs_of_ranks
+from fxpipe.distributed.rank_gradients import parameters_of_loss
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankExchange
 from fxpipe.distributed.replicas import (
@@ -226,16 +226,13 @@ class RankStream(Stream):
 
     # -- segments and mini-batches -------------------------------------------------------------------------------------
 
-    def begin_segment(self, graph: RankGraph, inputs: RankInputs) -> ReplicaPart:
+    def begin_segment(self, inputs: RankInputs) -> ReplicaPart:
         """Returns this replica's part in the first mini-batch of a graph. All ranks call it."""
-        engine = self.engine
-        tensors = ModelTensors(engine.model, inputs.constants)
-        gradients = RankGradients(graph.held, graph.transfers, tensors, inputs.programs, engine.group, self._replicas)
+        engine, program = self.engine, inputs.union
+        gradients = engine.gradients_of(inputs, ModelTensors(engine.model, inputs.constants))
         self._summed, self._digest = gradients.parameters, digest(gradients.parameters)
-        self._changes_buffers = bool(engine.changed_here(graph, inputs))
-        part = self.settle_part(
-            graph, self.start_of(graph, inputs.batch, len(inputs.samples), inputs.seed, inputs.known)
-        )
+        self._changes_buffers = bool(engine.changed_here(inputs))
+        part = self.settle_part(program, self.start_of(program, inputs, len(inputs.samples)))
         assert part is not None
         self._first_changes_buffers = part.changes_buffers
         if self._replicas.count > 1:
@@ -244,26 +241,24 @@ class RankStream(Stream):
             self._replicas.check_weights(gradients.trained)
         return part
 
-    def start_of(
-        self, graph: RankGraph, batch: int, micro_batches: int, seed: int, known: Mapping[int, Any] | None
-    ) -> ReplicaStart:
+    def start_of(self, program: RankProgram, inputs: RankInputs, micro_batches: int) -> ReplicaStart:
         """Returns this replica's message to the others about a mini-batch."""
-        own_seed = seed if graph.bound.program.is_random else None
+        own_seed = inputs.seed if program.program.is_random else None
         return ReplicaStart(
-            batch,
+            inputs.batch,
             micro_batches,
             own_seed,
             is_synced=True,
             reduction=self.loss.reduction,
             parameters=self._digest,
             changes_buffers=self._changes_buffers,
-            known=known or {},
+            known=inputs.known,
             may_differ=self._replicas.may_differ,
         )
 
-    def settle_part(self, graph: RankGraph, start: ReplicaStart | None) -> ReplicaPart | None:
+    def settle_part(self, program: RankProgram, start: ReplicaStart | None) -> ReplicaPart | None:
         """Returns this replica's part in a mini-batch; None if any replica has no mini-batch."""
-        return self._replicas.begin_in_stream(start, graph.bound.combinations)
+        return self._replicas.begin_in_stream(start, program.combinations)
 
     def admit_part(self, inputs: RankInputs, part: ReplicaPart) -> None:
         """Queues this rank's part of a mini-batch. Its target is needed on the rank of the last stage."""

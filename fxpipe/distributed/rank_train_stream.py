@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fxpipe.distributed.failures import ConnectionLost
-from fxpipe.distributed.rank_engine import RankGraph, RankInputs
+from fxpipe.distributed.rank_engine import RankInputs, RankProgram
 from fxpipe.distributed.rank_state import STREAM, Job, RankState
 from fxpipe.distributed.rank_stream import RankStream
 from fxpipe.distributed.replicas import ReplicaPart
@@ -66,7 +66,7 @@ class RankStreamLoop(StreamLoop):
         self._is_leader, self._is_last = rank == inside.leader, rank == inside.last
         # `batches=()` on the last rank means that there are no targets.
         self._has_batches = not (isinstance(batches, (tuple, list)) and not batches)
-        self._graph: RankGraph | None = None  # graph of the segment
+        self._program: RankProgram | None = None  # of the segment
         self._call: ModelCall | None = None  # on the leader: the last mini-batch read, if it has not run
         self._failure: Exception | None = None  # on the leader: the error that ended reading
         self._has_more = True  # on the leader: False if reading has ended
@@ -112,10 +112,10 @@ class RankStreamLoop(StreamLoop):
         self._inside.check_open()
         while not self._is_over and (self.stream is None or self.stream.in_flight < self._most):
             check_can_stream_now()
-            if self._graph is None:
+            if self._program is None:
                 self._begin_segment(context)
             else:
-                self._go_on(self._graph)
+                self._go_on(self._program)
         return self.stream.collect() if self.stream is not None and self.stream.in_flight else None
 
     def _begin_segment(self, context: CallerContext) -> None:
@@ -127,15 +127,16 @@ class RankStreamLoop(StreamLoop):
             return
         with nullcontext() if self.stream is None else self.stream.at_rest():
             calls = None if self._call is None else [self._call]
-            graph, inputs = inside.agree(STREAM, calls, seed=self._seed_of_next())
-        if graph.bound.program.is_random and not self._has_drawn:
+            inputs = inside.agree(STREAM, calls, seed=self._seed_of_next())
+        program = inputs.union
+        if program.program.is_random and not self._has_drawn:
             self._has_drawn = True
             draw_seed()  # advance the generators of all ranks as in one process
-        inside.check_stream_graph(graph, {id(p) for p in self._optimizer.parameters()})
+        inside.check_stream_program(program, {id(p) for p in self._optimizer.parameters()})
         if self.stream is None:
-            self.stream = self._begin(RankStream, context, routes=graph.routes)
-        self._graph = graph
-        self._admit(graph, inputs, self.stream.begin_segment(graph, inputs))
+            self.stream = self._begin(RankStream, context, routes=program.routes)
+        self._program = program
+        self._admit(inputs, self.stream.begin_segment(inputs))
 
     def _have_all_one(self) -> bool:
         """Returns, on the leader, whether all replicas have another mini-batch; else the stream ends for all."""
@@ -144,19 +145,19 @@ class RankStreamLoop(StreamLoop):
         what = "the next mini-batches of the other replicas"
         return all(self._inside.group.replicas.all_gather(self._call is not None, what))
 
-    def _go_on(self, graph: RankGraph) -> None:
+    def _go_on(self, program: RankProgram) -> None:
         """Admits the next mini-batch of the segment, or ends it."""
         assert self.stream is not None
         self._read_call()
-        settled = self.stream.packets.pass_job(self._settled_job(graph), self._read)
+        settled = self.stream.packets.pass_job(self._settled_job(program), self._read)
         if settled is None:
             self.stream.drain()
-            self._graph = None
+            self._program = None
         else:
             job, part = settled
-            self._admit(graph, self._inside.inputs_at_hand(job, self._call), part)
+            self._admit(self._inside.inputs_at_hand(job, self._call), part)
 
-    def _admit(self, graph: RankGraph, inputs: RankInputs, part: ReplicaPart) -> None:
+    def _admit(self, inputs: RankInputs, part: ReplicaPart) -> None:
         assert self.stream is not None
         inputs = self._inside.with_micro_batches(inputs, part.micro_batches // len(part.portions))
         target = self._call.target if self._call is not None else ()
@@ -195,24 +196,24 @@ class RankStreamLoop(StreamLoop):
         if self._read:
             self._note_reading(error)
 
-    def _settled_job(self, graph: RankGraph) -> tuple[Job, ReplicaPart] | None:
+    def _settled_job(self, program: RankProgram) -> tuple[Job, ReplicaPart] | None:
         """Returns the leader's message about its mini-batch; None on other ranks, or if the segment ends."""
         if not self._is_leader:
             return None
         assert self.stream is not None
-        job, start = self._job(graph), None
+        job, start = self._job(program), None
         if job is not None:
-            count = self._inside.settings.micro_batches(job.batch)
-            start = self.stream.start_of(graph, job.batch, count, job.seed, job.known)
-        part = self.stream.settle_part(graph, start)
+            count = self._inside.settings.micro_batches(job.inputs.batch)
+            start = self.stream.start_of(program, job.inputs, count)
+        part = self.stream.settle_part(program, start)
         return None if job is None or part is None else (job, part)
 
-    def _job(self, graph: RankGraph) -> Job | None:
+    def _job(self, program: RankProgram) -> Job | None:
         """Returns the job of the mini-batch that the leader has read; None if it cannot run now."""
         if self._call is None:
             return None
         try:
-            return self._inside.job_at_hand(graph, self._call, self._seed_of_next())
+            return self._inside.job_at_hand(program, self._call, self._seed_of_next())
         except Exception as error:
             self._end_with(error)
             return None

@@ -36,7 +36,7 @@ from fxpipe.runtime.losses import (
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.scheduling.streams import WeightPolicy
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
-from fxpipe.tracing.source_lines import code_of_function, line_of_function, warn_user
+from fxpipe.tracing.source_lines import code_of_function, line_of_function
 from fxpipe.tracing.tensors import has_values
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, with_article
 
@@ -165,9 +165,8 @@ class Pipeline(nn.Module):
             if engine.starts == starts:
                 error.add_note(f"fxpipe: {passed_by_text(forward)}")
             raise
-        if engine.starts == starts and not self._fxpipe.was_passed_by:
-            self._fxpipe.was_passed_by = True
-            warn_user(passed_by_text(forward))
+        if engine.starts == starts:
+            self._fxpipe.warn_once("replaced forward", passed_by_text(forward))
         return result
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -127,6 +127,14 @@ class Program:
     def changes(self) -> dict[str, None]:
         """The tensors of the model that its stages change or set, by name."""
         return {name: None for stage in self.stages for name in stage.changes}
+
+    def first_users(self, stages: Iterable[int] | None = None) -> dict[str, int]:
+        """Returns, by tensor of the model, the first stage that reads it. `stages`: only these, in order."""
+        users: dict[str, int] = {}
+        for j in range(len(self.stages)) if stages is None else stages:
+            for name in self.stages[j].attributes:
+                users.setdefault(name, j)
+        return users
 
     def __str__(self) -> str:
         return "\n\n".join(stage.code for stage in self.stages)

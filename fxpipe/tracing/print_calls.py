@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 
 from fxpipe.tracing.record.opaque_call import active
-from fxpipe.tracing.source_lines import warn_user
 
 
 @dataclass(slots=True)
@@ -73,10 +72,10 @@ def lost_prints() -> tuple[str, ...]:
     return () if prints is None else (*prints.lost,)
 
 
-def warn_of_prints(model: nn.Module, lines: Sequence[str]) -> None:
-    """Warns of prints that steps do not run; call it once for a pipe."""
+def text_of_prints(model: nn.Module, lines: Sequence[str]) -> str:
+    """Returns the warning of prints that steps do not run."""
     places = ", ".join(lines[:3]) + (", ..." if len(lines) > 3 else "")
-    warn_user(
+    return (
         f"forward of {type(model).__name__} prints at {places}: this is shown once while the model is planned, and not "
         "in a step, which runs the graph of what forward computes; to print in each step, put a forward hook on a "
         "module inside (register_forward_hook), or keep the module that prints whole (leaf_modules=)"

@@ -88,7 +88,7 @@ def test_tokens_are_those_of_the_model_and_one_graph_has_all_lengths(make, way):
         assert torch.equal(tokens, want)
         assert len(lengths) == 8
         # That of planning, which trains; that of the first length; and one for all others.
-        assert len(pipe._fxpipe.graphs.entries) == 3
+        assert len(pipe._fxpipe.graphs) == 3
 
 
 STATIC = {"cache_implementation": "static"}

@@ -20,25 +20,10 @@ QUICK = {"progress": False, "check": False, "hardware": "cpu"}
 SOON = 5.0  # seconds, of a test that has to end well before a timeout
 
 
-class Fragile(nn.Module):
-    """Fails in the second stage for a value that its input has."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        y = torch.tanh(self.first(x))
-        torch._assert_async((x < 100).all()) if x.is_cuda else None
-        return self.second(y)
-
-
-def pipe_on(mesh, timeout=30.0, model=None, **options):
+def pipe_on(mesh, timeout=30.0, **options):
     torch.manual_seed(0)
-    model = Fragile() if model is None else model
-    return fxpipe.pipeline(
-        model, mesh, 4, example_args=(torch.ones(8, 4),), balance=["first"], timeout=timeout, **QUICK | options
-    )
+    options = {"example_args": (torch.ones(8, 4),), "balance": ["first"], "timeout": timeout} | QUICK | options
+    return fxpipe.pipeline(Picky(), mesh, 4, **options)
 
 
 def fail_in_loss(mesh, rounds):
@@ -92,7 +77,7 @@ def refuse_large(x):
 
 
 def fail_in_stage(mesh):
-    pipe = pipe_on(mesh, model=Picky())
+    pipe = pipe_on(mesh)
     x, t = torch.ones(8, 4), torch.zeros(8, 4)
     x[5] = 1e4
     result = raised(pipe.forward_backward, x, target=t, loss_fn=F.mse_loss)
@@ -135,6 +120,20 @@ def test_a_hook_that_fails_on_one_rank_leaves_no_gradients_on_any(two_ranks):
     assert ours[0] is KeyError
     assert theirs[0] is DistributedError
     assert "rank 0 has failed" in theirs[1]
+
+
+def fail_to_record(mesh):
+    pipe, kinds = fxpipe.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, 2, **QUICK), []
+    for x in (torch.ones(8, 4), torch.ones(8, 3, 4)):  # the first makes the plan
+        vars(pipe.model[1]).update({"forward": None} if mesh.get_rank() else {})
+        kinds.append(raised(pipe.forward_backward, x, target=x, loss_fn=F.mse_loss)[0])
+        vars(pipe.model[1]).pop("forward", None)
+        assert pipe.forward_backward(x, target=x, loss_fn=F.mse_loss) > 0
+    return kinds
+
+
+def test_a_graph_that_one_rank_cannot_record_is_recorded_again_by_all(two_ranks):
+    assert two_ranks.run(fail_to_record) == [[DistributedError] * 2, [TypeError] * 2]
 
 
 def call_differently(mesh):

@@ -9,8 +9,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
-from fxpipe.pipe.graph_cache import GraphInputs
 from fxpipe.pipe.model_calls import ModelCall
+from fxpipe.pipe.programs import GraphInputs
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import GraphKey, InputsKey
 from fxpipe.tracing.node_info import state_of

@@ -81,7 +81,7 @@ def _step_timer(
 ) -> Callable[[Any, Any, dict[str, Any]], float]:
     prepared = plans.prepared(plan)
     pipe = stack.enter_context(Pipeline(model, prepared.settings))
-    pipe._fxpipe.add_prepared(prepared)
+    pipe._fxpipe.keep(pipe._fxpipe.take_plan_of(prepared))
     devices = [torch.device(name) for name in plan.workers]
 
     def run(args: Any, kwargs: Any, arguments: dict[str, Any]) -> float:

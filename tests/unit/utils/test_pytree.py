@@ -441,7 +441,7 @@ def test_a_mapping_is_one_input(name):
         for samples in (5, 5, 2):
             inputs = {"h": x(samples), "scale": torch.arange(1.0, samples + 1)[:, None]}
             torch.testing.assert_close(pipe(make(inputs)), model(make(inputs)))
-            assert len(pipe._fxpipe.graphs.entries) == 1
+            assert len(pipe._fxpipe.graphs) == 1
         assert len(kinds) == 1
         if name != "a class with the methods":
             assert [leaf.path for leaf in pipe._fxpipe.first.traced.leaves] == ["args[0]['h']", "args[0]['scale']"]

@@ -1,7 +1,7 @@
 """Graphs are looked up by the inputs of a step, and asked once for a step whether they are the model's now."""
 
-from fxpipe.pipe.graph_cache import GraphInputs
 from fxpipe.pipe.model_calls import ModelCall
+from fxpipe.pipe.programs import GraphInputs
 
 
 class Graph:

@@ -1,0 +1,518 @@
+"""The programs of one model: each step asks `Programs` for the program of its call.
+
+    call ──▶ its key ──▶ the graph that fits ──▶ its program on devices ──▶ the inputs of the step
+                             └── none: record, split, bind, and look up again
+
+A *call* is a mini-batch, or one of several micro-batches. Its *key* has the structure of the inputs, the mode of the
+modules and the state of the thread. Lookup compares the key first, then conditions on sizes and guards. If a dimension
+of an input, other than the batch, has a second size, it becomes dynamic: the next graph is recorded for any size of it,
+if forward allows (`dynamic_sizes`).
+
+The first graph decides the stages and the devices of parameters; later graphs are split so that nodes stay with their
+parameters. Over ranks one rank looks up, and all ranks record (`distributed.rank_state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from fxpipe._torch.module_internals import module_flags
+from fxpipe._torch.thread_state import ThreadState
+from fxpipe.errors import ArgumentError, FxpipeError, StateError
+from fxpipe.pipe.model_calls import ModelCall, note_of_micro_batch
+from fxpipe.pipe.program_binding import bind_program
+from fxpipe.planning.entry import prepare
+from fxpipe.planning.evaluation_check import refusal_of_evaluation
+from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.passes import PreparedGraph, holds_for_lengths, holds_for_sizes, prepare_additional_graph
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.tuning.auto_options import with_best_chunks
+from fxpipe.runtime import BoundProgram
+from fxpipe.runtime.step_inputs import GivenInputs
+from fxpipe.tracing.cache_key import GraphKey, InputsKey
+from fxpipe.tracing.dynamic_sizes import TOO_LONG, DynamicDims, InputDim
+from fxpipe.tracing.fake_tensors import names_without_values
+from fxpipe.tracing.print_calls import text_of_prints
+from fxpipe.tracing.record.input_reads import refuse_other_answers
+from fxpipe.tracing.record.record_model import input_leaves
+from fxpipe.tracing.source_lines import warn_user
+from fxpipe.tracing.tensors import has_values
+from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.effects import least_samples
+from fxpipe.tracing.verify.written_inputs import refuse_unwritable_inputs
+from fxpipe.utils.batch_split import micro_batch_sizes, samples_per_micro_batch
+from fxpipe.utils.locks import planning_block
+from fxpipe.utils.progress import show_progress
+from fxpipe.utils.pytree import flatten, has_own_attributes
+from fxpipe.utils.random_generators import peek_seed
+
+SizesOf: TypeAlias = Callable[[int], Collection[int]]  # mini-batch -> sizes of its micro-batches
+MAX_GRAPHS = 16  # of one model; the oldest is dropped
+MANY_PYTHON_VALUES = 4  # values of one name that forward reads, before a warning
+MANY_VALUE_GRAPHS = 8  # graphs that differ in values or sizes only, before a warning
+ATTEMPTS = 2  # graphs that try to make a dimension dynamic: it may be fixed at one size only
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInputs:
+    """The flattened inputs of a call, and the key of its graphs."""
+
+    call: ModelCall
+    leaves: Sequence[Any]
+    key: GraphKey
+    seed: int
+    checked: dict[int, tuple[Traced, bool]]  # by id, for all micro-batches of a step: a graph, if it is the model's now
+
+    def samples_of(self, traced: Traced) -> int:
+        """Returns the number of samples. Raises `ArgumentError` if there are none."""
+        batch = traced.batch_of(self.leaves)
+        if batch == 0:
+            raise ArgumentError(
+                "the inputs hold no samples (size 0 in the batch dimension); give at least one, or skip the step"
+            )
+        return batch
+
+    def are_far_from(self, traced: Traced) -> bool:
+        """Returns whether dynamic sizes are far from the sizes at which graph and model were compared."""
+        lengths = traced.dynamic.lengths_of(self.leaves)
+        return lengths is not None and traced.dynamic.is_far_from(lengths, traced.comparisons.lengths)
+
+    def match(self, traced: Traced, sizes_of: SizesOf | None = None) -> bool:
+        """Returns whether a graph fits these inputs, and micro-batches of the sizes that `sizes_of` returns."""
+        if traced.key != self.key:
+            return False
+        if id(traced) not in self.checked:
+            self.checked[id(traced)] = traced, traced.holds_for_model()
+        return self.checked[id(traced)][1] and traced.holds_for_values(self.leaves, self.seed, sizes_of)
+
+
+class CachedGraph(NamedTuple):
+    """A graph, split into stages, and its program on devices."""
+
+    prepared: PreparedGraph
+    bound: BoundProgram
+
+    @property
+    def traced(self) -> Traced:
+        return self.prepared.traced
+
+
+class MissingGraph(NamedTuple):
+    """A call that needs a new graph."""
+
+    call: ModelCall
+    place: int  # index of the call
+    total: int | None  # number of micro-batches, if the call is one of them; None for a mini-batch
+
+
+class GraphCache(list[CachedGraph]):
+    """The graphs of one model, oldest first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers: dict[str, list[dict[str, str]]] = {}  # read -> answer, by graphs that are equal otherwise
+        self._warned = False
+
+    def add(self, graph: CachedGraph) -> None:
+        """Adds a graph; drops the oldest if there are too many. Warns once if each step may need another."""
+        self.append(graph)
+        del self[:-MAX_GRAPHS]
+        for text in (self._many_values, self._many_python_values, self._many_sizes):
+            if not self._warned and (message := text(graph.traced, type(graph.traced.model).__name__)) is not None:
+                self._warned = True
+                warn_user(message)
+
+    def _of_key(self, key: GraphKey) -> list[Traced]:
+        return [graph.traced for graph in self if graph.traced.key == key]
+
+    def size_conclusions(self, traced: Traced) -> list[str]:
+        """Lists the lines at which forward concludes something else from the sizes of other graphs.
+
+        Only of graphs that differ in sizes alone: each fits the sizes with the same conclusions.
+        """
+        lines: dict[str, None] = {}
+        for other in self._of_key(traced.key):
+            lengths = traced.dynamic.lengths_of(other.leaves) if other is not traced else None
+            if lengths is not None:
+                failing = traced.failing_conditions(other.batch_of(other.leaves), lengths)
+                lines |= dict.fromkeys(condition.where for condition in failing)
+        return list(lines)
+
+    def _many_sizes(self, traced: Traced, model: str) -> str | None:
+        graphs = self._of_key(traced.key)
+        if traced.dynamic.fixed:  # sizes that cannot be dynamic distinguish them
+            graphs = [other for other in graphs if other.dynamic.fixed]
+        elif traced.guards is not None and traced.guards.guards:
+            return None  # a value that forward reads may distinguish them
+        if len(graphs) <= MANY_VALUE_GRAPHS:
+            return None
+        if traced.dynamic.fixed:
+            why = "; ".join(traced.reasons_of_fixed_sizes)
+            remedy = "Let forward keep the size a size (tensor functions instead of loops), or pad to few sizes"
+        elif lines := self.size_conclusions(traced):
+            why = f"forward concludes something else from them at {'; '.join(lines)}"
+            remedy = "Pad to few sizes, or to sizes of which the same holds (multiples of a window or stride)"
+        else:
+            return None
+        return (
+            f"{len(graphs)} graphs of {model} differ only in sizes of inputs, and each other size takes the time to "
+            f"record another: {why}. {remedy}"
+        )
+
+    def _many_python_values(self, traced: Traced, model: str) -> str | None:
+        states = [other.python_state for other in self._of_key(traced.key)]
+        for name in {name for state in states if (name := state.changed())}:
+            if (count := len({state.facts_of(name) for state in states})) > MANY_PYTHON_VALUES:
+                return (
+                    f"forward of {model} reads {name!r}{traced.python_state.line_of(name)}, which had {count} values "
+                    "so far, and each other value takes the time to record another graph: pass it to forward as a "
+                    "tensor, or keep it in a buffer (register_buffer) that you fill"
+                )
+        return None
+
+    def _many_values(self, traced: Traced, model: str) -> str | None:
+        if not traced.guards or not traced.guards.guards:
+            return None
+        shapes = tuple((leaf.path, leaf.dtype, leaf.shape[1:], leaf.constant) for leaf in traced.leaves)
+        seen = self._answers.setdefault(repr((traced.flags, traced.state, shapes)), [])
+        seen.append({f"{guard.text} at {guard.where}": repr(guard.expected) for guard in traced.guards.guards})
+        if len(seen) <= MANY_VALUE_GRAPHS:
+            return None
+        reads = [read for read in seen[-1] if len({answers.get(read) for answers in seen}) > 1]
+        return (
+            f"{len(seen)} graphs of {model} differ only in values that forward has read ({'; '.join(reads)}), and each "
+            "other value takes the time to record another; keep them in tensors (torch.where, masks), take the reading "
+            "outside forward, or keep the module that reads whole (leaf_modules=)"
+        )
+
+    def dynamic_dims(self, inputs: GraphInputs) -> DynamicDims:
+        """Returns the dimensions that had another size before, and may be dynamic in another graph."""
+        known = [graph.traced for graph in self if graph.traced.key.inputs == inputs.key.inputs]
+        tried = [traced.dynamic.fixed for traced in known if traced.key == inputs.key]
+        fixed = {
+            dim: why
+            for dims in tried
+            for dim, why in dims.items()
+            if why.startswith(TOO_LONG) or sum(dim in d for d in tried) >= ATTEMPTS
+        }
+        seen = tuple(map(_sizes, known))
+        sizes = {(dim, size) for of_one in seen for dim, size in of_one.items()}
+        varying = {(place, dim) for (place, dim), size in sizes if inputs.leaves[place].shape[dim] != size}
+        dynamic = {dim for traced in known for dim in traced.dynamic.formulas}
+        return DynamicDims(frozenset((varying | dynamic) - fixed.keys()), seen, fixed)
+
+
+def _sizes(traced: Traced) -> dict[InputDim, int]:
+    """Returns the sizes of the recording, except the batch dimensions."""
+    return {
+        (place, dim): size
+        for place, leaf in enumerate(traced.leaves)
+        if leaf.is_tensor
+        for dim, size in enumerate(leaf.shape)
+        if dim != traced.in_dims[place]
+    }
+
+
+class Programs:
+    """The programs of one model, with the plan that the first graph decides."""
+
+    def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None):
+        self.model, self.asked, self.given_plan = model, settings, plan
+        self.settings = settings  # completed by planning
+        self.plan: Plan | None = None
+        self.first: PreparedGraph | None = None
+        self.graphs = GraphCache()
+        self.closed = False
+        self.checks_evaluation = plan is None  # predict, with the first plan, if evaluation will be refused
+        self._chosen_for = (False, 0)  # (is training, samples) for which the number of micro-batches was chosen
+        self._warned: set[str] = set()
+
+    def warn_once(self, what: str, text: str) -> None:
+        """Warns the first time of each kind of warning."""
+        if what not in self._warned:
+            self._warned.add(what)
+            warn_user(text)
+
+    def check_open(self) -> None:
+        """Raises `StateError` if the pipe is closed."""
+        if self.closed:
+            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+
+    # -- lookup --------------------------------------------------------------------------------------------------------
+
+    def find(
+        self, calls: Sequence[ModelCall], is_handed_over: bool = False, in_one: bool = True, seed: int | None = None
+    ) -> GivenInputs:
+        """Returns the inputs of a step with their programs; records missing graphs.
+
+        Args:
+            calls: one mini-batch, or the micro-batches.
+            in_one: forward and backward run in one step.
+            seed: of the step; by default the next one of torch's generator.
+        """
+        seed, graphs = peek_seed() if seed is None else seed, list[CachedGraph]()
+        while isinstance(found := self.look_up(calls, is_handed_over, in_one, seed, graphs), MissingGraph):
+            self.record(found, seed, graphs)
+        return found
+
+    def find_known(self, call: ModelCall, seed: int) -> GivenInputs | None:
+        """Finds the graph of a mini-batch without reading the weights, which stages may be updating.
+
+        Returns:
+            None if there is no such graph yet, or if it must be compared with the model first.
+        """
+        found = self.look_up([call], False, True, seed, [], may_compare=False)
+        return None if isinstance(found, MissingGraph) else found
+
+    def look_up(
+        self,
+        calls: Sequence[ModelCall],
+        is_handed_over: bool,
+        in_one: bool,
+        seed: int,
+        graphs: list[CachedGraph],
+        may_compare: bool = True,
+    ) -> GivenInputs | MissingGraph:
+        """Returns the inputs of a step, or the first call without a graph.
+
+        Args:
+            graphs: of the first calls, to which this appends.
+            may_compare: graph and model may be compared, which reads the weights.
+        """
+        count = len(calls) if is_handed_over else None
+        inputs = self._graph_inputs(calls, seed)
+        if self.first is None:  # plan for the largest
+            elements = [sum(x.numel() for x in one.leaves if isinstance(x, torch.Tensor)) for one in inputs]
+            place = elements.index(max(elements))
+            return MissingGraph(calls[place], place, count)
+        for i in range(len(graphs), len(calls)):
+            with note_of_micro_batch(i, count):
+                graph = self._known(inputs[i], is_handed_over, graphs[-1] if graphs else None, may_compare)
+            if graph is None:
+                return MissingGraph(calls[i], i, count)
+            graphs.append(graph)
+        if is_handed_over:
+            return self._given_micro_batches(graphs, inputs)
+        (graph,), (own,) = graphs, inputs
+        batch = own.samples_of(graph.traced)
+        if self._may_choose_chunks(batch):
+            if not may_compare:
+                return MissingGraph(own.call, 0, None)
+            self._choose_chunks(graph.traced, batch, own.call)
+            if not graph.traced.holds_for(batch, self._sizes(batch), graph.traced.dynamic.lengths_of(own.leaves)):
+                graphs.clear()
+                return self.look_up(calls, is_handed_over, in_one, seed, graphs)
+        return self._given_mini_batch(graph, own, in_one)
+
+    def _known(self, inputs: GraphInputs, is_part: bool, first: Any, may_compare: bool) -> CachedGraph | None:
+        """Returns the graph of these inputs, or None; the graph of a mini-batch must fit its micro-batches, too.
+
+        `first`: the graph to try first; most micro-batches have the same.
+        """
+        graphs = sorted(self.graphs, key=lambda graph: graph is not first)
+        for graph in graphs:
+            if self._fits(graph.traced, inputs, None if is_part else self._sizes, may_compare):
+                return graph
+        for graph in graphs if may_compare and not is_part else ():  # not yet compared for such micro-batches
+            traced, args, kwargs = graph.traced, inputs.call.args, inputs.call.kwargs
+            if self._fits(traced, inputs) and holds_for_sizes(
+                traced, args, kwargs, self._sizes(traced.batch_of(inputs.leaves)), self.settings
+            ):
+                return graph
+        return None
+
+    @staticmethod
+    def _fits(traced: Traced, inputs: GraphInputs, sizes_of: SizesOf | None = None, may_compare: bool = True) -> bool:
+        """Returns whether a graph fits; compares it with the model if dynamic sizes are far from the compared ones."""
+        if not inputs.match(traced, sizes_of):
+            return False
+        call = inputs.call
+        return not inputs.are_far_from(traced) or (may_compare and holds_for_lengths(traced, call.args, call.kwargs))
+
+    def _graph_inputs(self, calls: Sequence[ModelCall], seed: int) -> list[GraphInputs]:
+        """Flattens the inputs of a step.
+
+        Raises:
+            StateError: the pipe is closed.
+            ArgumentError: inputs have no values.
+        """
+        self.check_open()
+        flags, checked, inputs = module_flags(self.model), dict[int, tuple[Traced, bool]](), []
+        for call in calls:
+            leaves, spec = flatten((call.args, call.kwargs))
+            if any(map(has_own_attributes, leaves)):
+                input_leaves(self.model, call.args, call.kwargs)  # raises with the name of the input
+            if not all(map(has_values, leaves)):
+                raise ArgumentError(
+                    "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
+                )
+            key = GraphKey(InputsKey.of(spec, leaves), flags, ThreadState.now())
+            inputs.append(GraphInputs(call, leaves, key, seed, checked))
+        return inputs
+
+    def _given_mini_batch(self, graph: CachedGraph, inputs: GraphInputs, in_one: bool) -> GivenInputs:
+        """Splits a mini-batch into micro-batches; raises if it cannot run."""
+        traced, bound, leaves = graph.traced, graph.bound, inputs.leaves
+        batch, lengths = inputs.samples_of(traced), traced.dynamic.lengths_of(leaves)
+        if bound.moving_buffers and not in_one and not traced.holds_for(batch, (batch,), lengths):
+            raise StateError(
+                f"forward changes the buffer {bound.moving_buffers[0]!r} in evaluation, so the mini-batch must run in "
+                "one micro-batch, and its graph is one of smaller ones: make another pipe with chunks=1, or keep the "
+                "buffer as it is in evaluation"
+            )
+        refuse_unwritable_inputs(traced, leaves, in_one)
+        count = 1 if bound.moving_buffers and not in_one else self.settings.micro_batches(batch)
+        sizes = samples_per_micro_batch(batch, count)
+        traced.refuse_uneven_outputs(batch, sizes)
+        return GivenInputs.of_mini_batch(bound, leaves, sizes, inputs.call.target)
+
+    def _given_micro_batches(self, graphs: Sequence[CachedGraph], inputs: Sequence[GraphInputs]) -> GivenInputs:
+        """Returns the caller's micro-batches, with as few programs as their graphs allow."""
+        different = {id(graph.bound): graph for graph in graphs}
+        if len(different) > 1:  # use the graph that fits most of them for each that it fits
+            covered = {k: [self._fits(graph.traced, one) for one in inputs] for k, graph in different.items()}
+            best = max(covered, key=lambda key: sum(covered[key]))
+            graphs = [different[best] if holds else own for own, holds in zip(graphs, covered[best], strict=True)]
+        # If samples interact, or no dimension holds them, a loss is not a mean over samples: weights are equal.
+        counts_samples = not any(graph.bound.is_whole or graph.bound.is_joint for graph in graphs)
+        samples = []
+        for i, (graph, one) in enumerate(zip(graphs, inputs, strict=True)):
+            with note_of_micro_batch(i, len(inputs)):
+                others = {
+                    f"{leaf.path} of micro-batch {k}": value
+                    for k, (other, more) in enumerate(zip(graphs, inputs, strict=True))
+                    if k != i and graph.bound.program.written_inputs
+                    for leaf, value in zip(other.traced.leaves, more.leaves, strict=True)
+                }
+                refuse_unwritable_inputs(graph.traced, one.leaves, in_one=True, others=others)
+                samples.append(one.samples_of(graph.traced) if counts_samples else 1)
+        bounds, targets = tuple(graph.bound for graph in graphs), tuple(one.call.target for one in inputs)
+        return GivenInputs(bounds, [one.leaves for one in inputs], tuple(samples), targets, is_handed_over=True)
+
+    # -- the number of micro-batches -----------------------------------------------------------------------------------
+
+    def _sizes(self, batch: int) -> frozenset[int]:
+        return micro_batch_sizes(batch, self.settings.micro_batches(batch))
+
+    def _may_choose_chunks(self, batch: int) -> bool:
+        """Returns whether to choose the number of micro-batches again, for a mini-batch larger than all before.
+
+        After a mini-batch with gradients, mini-batches without gradients do not count.
+        """
+        return "chunks" in self.asked.left and (torch.is_grad_enabled(), batch) > self._chosen_for
+
+    def _choose_chunks(self, traced: Traced, batch: int, call: ModelCall) -> None:
+        if self.plan is not None and batch != self.plan.batch:  # else already chosen
+            with torch.inference_mode(False), torch.enable_grad():
+                self.plan = with_best_chunks(self.plan, traced, batch, call.args, call.kwargs, self.settings)
+            self.settings = replace(self.settings, chunks=self.plan.chunks)
+        self._chosen_for = torch.is_grad_enabled(), batch
+
+    # -- recording -----------------------------------------------------------------------------------------------------
+
+    def record(self, missing: MissingGraph, seed: int, graphs: list[CachedGraph]) -> None:
+        """Records the graph of a call. If the call is the next one after those of `graphs`, this appends its graph."""
+        with note_of_micro_batch(missing.place, missing.total):
+            graph = self.make_graph(missing.call, seed, missing.total)
+        if missing.place == len(graphs):
+            graphs.append(graph)
+
+    @planning_block()
+    def make_graph(self, call: ModelCall, seed: int, count: int | None = None) -> CachedGraph:
+        """Records, splits and binds a graph; the first one decides the stages and the devices of parameters.
+
+        `count`: number of micro-batches, if the call is one of them; None for a mini-batch.
+        """
+        args, kwargs = call.args, call.kwargs
+        self._check_values_to_record()
+        try:
+            graph = self._make_first_graph(call, seed, count) if self.first is None else None
+            if graph is None:
+                assert self.first is not None
+                (inputs,) = self._graph_inputs([call], seed)
+                dynamic = self.graphs.dynamic_dims(inputs)
+                settings = self.settings if count is None else replace(self.settings, chunks=1)
+                with show_progress(self.settings.progress):
+                    graph = self.keep(prepare_additional_graph(self.first, args, kwargs, settings, seed, dynamic))
+            refuse_other_answers(graph.traced.input_reads, flatten((args, kwargs))[0])
+            return graph
+        except Exception as error:
+            _add_batch_size_note(error, self.model, args, kwargs)
+            raise
+
+    def _make_first_graph(self, call: ModelCall, seed: int, count: int | None) -> CachedGraph | None:
+        """Plans with a graph; returns None if the model runs in another mode now.
+
+        It is planned for training, even if the first call only evaluates; a plan that was passed has its own mode.
+        """
+        args, kwargs = call.args, call.kwargs
+        with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
+            first = prepare(self.model, args, kwargs, self.settings, self.given_plan, seed, count)
+            refusal = refusal_of_evaluation(first, args, kwargs, seed) if self.checks_evaluation else None
+        self.checks_evaluation = False
+        graph = self.keep(self.take_plan_of(first))
+        if refusal is not None:
+            warn_user(
+                f"{type(self.model).__name__} can be trained as a pipe, but its evaluation (model.eval(), "
+                f"torch.no_grad(), inputs such as these) will be refused: {refusal}"
+            )
+        is_now = (graph.traced.flags, graph.traced.state) == (module_flags(self.model), ThreadState.now())
+        return graph if is_now and graph.traced.holds_for_model() else None
+
+    def take_plan_of(self, prepared: PreparedGraph) -> PreparedGraph:
+        """Uses the plan of the first graph; returns the graph without the loss for planning and its example target."""
+        settings = replace(prepared.settings, loss=None)
+        self.first, self.plan = replace(prepared, settings=settings), prepared.plan
+        self.settings, self.asked = settings, replace(self.asked, loss=None)
+        return self.first
+
+    def keep(self, prepared: PreparedGraph) -> CachedGraph:
+        """Binds a graph to the devices, and adds it."""
+        traced = prepared.traced
+        traced.refuse_inference_mode()
+        graph = CachedGraph(prepared, self.bind(prepared))
+        moving = graph.bound.moving_buffers
+        least = max(self.settings.least_samples, least_samples(traced))
+        self.settings = replace(self.settings, least_samples=least)
+        if moving and self.settings.chunks > 1:
+            warn_user(
+                f"{type(self.model).__name__} changes the buffer {moving[0]!r} in evaluation, and each micro-batch "
+                "would find what the one before has left: a call runs its mini-batch in one micro-batch, one stage "
+                "after another. Keep the buffer as it is in evaluation (of quantization: disable_observer) for a "
+                "pipeline"
+            )
+        if self.plan is not None and (new := [r for r in traced.reasons_of_fixed_sizes if r not in self.plan.why]):
+            self.plan = replace(self.plan, why=(*self.plan.why, *new))
+        self.graphs.add(graph)
+        if traced.print_lines:
+            self.warn_once("prints", text_of_prints(self.model, traced.print_lines))
+        return graph
+
+    def bind(self, prepared: PreparedGraph) -> BoundProgram:
+        return bind_program(prepared, self.settings)
+
+    def _check_values_to_record(self) -> None:
+        """Raises `StateError` if the model has tensors without values."""
+        if missing := names_without_values(self.model):
+            raise StateError(
+                f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
+                "(fxpipe.distributed.load(pipe, path) reads a checkpoint; or load_state_dict(..., assign=True))"
+            )
+
+
+def _add_batch_size_note(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Adds a note to an error of the model if its inputs disagree on the batch size."""
+    if isinstance(error, FxpipeError):
+        return
+    sizes_by_path = [(leaf.path, leaf.shape[0]) for leaf in input_leaves(model, args, kwargs)[0] if leaf.shape]
+    if len({size for _, size in sizes_by_path}) > 1:
+        sizes = ", ".join(f"{path}: {size}" for path, size in sizes_by_path)
+        error.add_note(
+            f"fxpipe: inputs differ in dimension 0 ({sizes}); if it holds the batch, give all the same number of "
+            "samples"
+        )
