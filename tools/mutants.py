@@ -1780,8 +1780,8 @@ DISTRIBUTED = (
     ),
     Mutant(
         "distributed/rank_train_stream.py",
-        "is_left, self._has_more = True, False",
-        "is_left = True",
+        "        self._has_more = False\n        if failure is not None:",
+        "        if failure is not None:",
         "behaviour/test_over_ranks_streams.py::test_who_has_the_inputs_ends_the_stream_for_all",
     ),
     Mutant(
@@ -1791,9 +1791,9 @@ DISTRIBUTED = (
         "behaviour/test_over_ranks_streams.py::test_a_stream_over_four_ranks_is_that_of_one_process",
     ),
     Mutant(
-        "distributed/rank_train_stream.py",
-        "                            self.stream.note_applied(error)  # before the others are told\n",
-        "                            pass\n",
+        "runtime/stream.py",
+        "        self.note_applied(error)\n",
+        "        pass\n",
         "behaviour/test_over_ranks_streams.py::test_a_stage_that_raises_stops_the_others_and_all_say_what_was_applied",
     ),
     *(

@@ -11,14 +11,11 @@ replicas drop the mini-batches they have read.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from fxpipe.distributed.failures import ConnectionLost
 from fxpipe.distributed.rank_engine import RankInputs, RankProgram
 from fxpipe.distributed.rank_state import STREAM, Job, RankState
 from fxpipe.distributed.rank_stream import RankStream
@@ -68,55 +65,35 @@ class RankStreamLoop(StreamLoop):
         self._has_batches = not (isinstance(batches, (tuple, list)) and not batches)
         self._program: RankProgram | None = None  # of the segment
         self._call: ModelCall | None = None  # on the leader: the last mini-batch read, if it has not run
-        self._failure: Exception | None = None  # on the leader: the error that ended reading
         self._has_more = True  # on the leader: False if reading has ended
 
-    def losses(self) -> Generator[torch.Tensor]:
-        engine, has_ended, is_left = self._inside.engine, False, False
+    @contextmanager
+    def _block(self) -> Iterator[CallerContext]:
+        """Also runs the stream on all ranks together."""
+        inside, replicas = self._inside, self._inside.engine.replicas
         try:
-            with engine.streaming() as context, self._inside.group.together():
+            with super()._block() as context, inside.group.together():
                 try:
-                    while True:
-                        with context.suspended():
-                            loss = self._next_loss(context)
-                        if loss is None:
-                            break
-                        if is_left:
-                            continue
-                        try:
-                            yield loss
-                        except GeneratorExit:
-                            if engine.executor.is_closed:
-                                raise
-                            is_left, self._has_more = True, False
-                    if self.stream is not None:
-                        with context.suspended():
-                            self.stream.end()
-                    has_ended = True
-                    if self._failure is not None:
-                        raise self._failure
-                    self._inside.group.everybody(None, "the end of the stream")
-                except BaseException as error:
-                    engine.replicas.may_differ = engine.replicas.count > 1
-                    if not has_ended and self.stream is not None:
-                        self.stream.drop(error)
-                        if not isinstance(error, ConnectionLost):
-                            self.stream.note_applied(error)  # before the others are told
+                    yield context
+                    inside.group.everybody(None, "the end of the stream")
+                except BaseException:
+                    replicas.may_differ = replicas.count > 1
                     raise
         except DistributedError as error:
-            if not has_ended and self.stream is not None:
+            if not self._has_ended and self.stream is not None:
                 self.stream.note_applied(error)
             raise
 
-    def _next_loss(self, context: CallerContext) -> torch.Tensor | None:
+    def _fill(self, context: CallerContext) -> None:
         self._inside.check_open()
-        while not self._is_over and (self.stream is None or self.stream.in_flight < self._most):
-            check_can_stream_now()
-            if self._program is None:
-                self._begin_segment(context)
-            else:
-                self._go_on(self._program)
-        return self.stream.collect() if self.stream is not None and self.stream.in_flight else None
+        super()._fill(context)
+
+    def _admit_next(self, context: CallerContext) -> None:
+        check_can_stream_now()
+        if self._program is None:
+            self._begin_segment(context)
+        else:
+            self._go_on(self._program)
 
     def _begin_segment(self, context: CallerContext) -> None:
         """Agrees with all ranks on the graph of the next mini-batch, and admits it; or ends the stream."""
@@ -188,13 +165,13 @@ class RankStreamLoop(StreamLoop):
         except Exception as error:
             if self._batches.has_written:
                 raise
-            self._end_with(error)
+            self._end_reading(error)
 
-    def _end_with(self, error: Exception) -> None:
-        """Ends the stream before a mini-batch that cannot be read."""
-        self._failure, self._has_more, self._call = error, False, None
-        if self._read:
-            self._note_reading(error)
+    def _end_reading(self, failure: Exception | None = None) -> None:
+        self._has_more = False
+        if failure is not None:  # this mini-batch cannot be read, or cannot run
+            self._call = None
+            self._keep(failure)
 
     def _settled_job(self, program: RankProgram) -> tuple[Job, ReplicaPart] | None:
         """Returns the leader's message about its mini-batch; None on other ranks, or if the segment ends."""
@@ -215,7 +192,7 @@ class RankStreamLoop(StreamLoop):
         try:
             return self._inside.job_at_hand(program, self._call, self._seed_of_next())
         except Exception as error:
-            self._end_with(error)
+            self._end_reading(error)
             return None
 
     def _read_target(self) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -132,81 +132,79 @@ class StreamLoop:
         self._has_target: bool | None = None  # mini-batches have targets
         self._seed, self._has_drawn = 0, False
         self._read = self._most = 0  # mini-batches read; the most in flight
-        self._is_over = False  # no further mini-batches
+        self._is_over = self._has_ended = False  # no mini-batch is left to admit; all are applied
+        self._failure: Exception | None = None  # raised by reading the next mini-batch, which ended the stream
 
     def losses(self) -> Generator[torch.Tensor]:
         """Yields the losses. If closed, it ends the stream."""
-        engine = self._inside.engine
-        with engine.streaming() as context:
-            failure: Exception | None = None
+        is_left = False
+        with self._block() as context:
             try:
-                with context.suspended():
-                    failure = self._fill(context)
-                while self.stream is not None and self.stream.in_flight:
+                while True:
                     with context.suspended():
-                        loss = self.stream.collect()
-                    yield loss
+                        self._fill(context)
+                        loss = self.stream.collect() if self.stream is not None and self.stream.in_flight else None
+                    if loss is None:
+                        break
+                    try:
+                        if not is_left:
+                            yield loss
+                    except GeneratorExit:
+                        if self.engine.executor.is_closed:  # at the end of the interpreter no stage can run
+                            raise
+                        is_left = True
+                        with context.suspended():
+                            self._end_reading()
+                if self.stream is not None:
                     with context.suspended():
-                        failure = failure or self._fill(context)
-            except GeneratorExit as left:
-                if not engine.executor.is_closed:
-                    self._end(context)
-                elif self.stream is not None:  # at the end of the interpreter no stage can run
-                    self.stream.abort(left)
-                raise
+                        self.stream.end()
             except BaseException as error:
                 if self.stream is not None:
                     self.stream.abort(error)
                 raise
-            self._end(context)
-            if failure is not None:
-                if self._read:
-                    self._note_reading(failure)
-                raise failure
+            self._has_ended = True
+            if self._failure is not None and not is_left:
+                raise self._failure
 
-    def _note_reading(self, error: Exception) -> None:
-        error.add_note(
-            f"fxpipe: raised for mini-batch {self._read} of the stream; the {self._read} before it have been applied"
-        )
+    def _block(self) -> AbstractContextManager[CallerContext]:
+        """A block around the stream and the caller's code between its losses."""
+        return self.engine.streaming()
 
-    def _end(self, context: CallerContext) -> None:
-        if self.stream is not None:
-            with context.suspended():
-                try:
-                    self.stream.end()
-                except BaseException as error:
-                    self.stream.abort(error)
-                    raise
+    def _fill(self, context: CallerContext) -> None:
+        """Reads and queues mini-batches until enough are in flight; after the last one, drains the stream."""
+        while not self._is_over and (self.stream is None or self.stream.in_flight < self._most):
+            self._admit_next(context)
 
-    def _fill(self, context: CallerContext) -> Exception | None:
-        """Reads and queues mini-batches until enough are in flight; after the last one, drains the stream.
-
-        Returns:
-            The exception of reading, which does not affect earlier mini-batches; else None.
-        """
-        if self._is_over:
-            return None
-        while self.stream is None or self.stream.in_flight < self._most:
-            try:
-                given_inputs = self._given_inputs(parse_call(next(self._batches), f"mini-batch {self._read}"))
-            except StopIteration:
-                self._drain()
-                return None
-            except Exception as error:
-                if self.stream is not None and (self.stream.has_failed or self._batches.has_written):
-                    raise
-                self._drain()
-                return error
+    def _admit_next(self, context: CallerContext) -> None:
+        """Reads and queues a mini-batch. An exception of reading does not affect earlier mini-batches."""
+        try:
+            given_inputs = self._given_inputs(parse_call(next(self._batches), f"mini-batch {self._read}"))
+        except StopIteration:
+            self._end_reading()
+        except Exception as error:
+            if self.stream is not None and (self.stream.has_failed or self._batches.has_written):
+                raise
+            self._end_reading(error)
+        else:
             if self.stream is None:
                 self.stream = self._begin(Stream, context, self._seed)
             self.stream.admit(given_inputs)
             self._read += 1
-        return None
 
-    def _drain(self) -> None:
+    def _end_reading(self, failure: Exception | None = None) -> None:
+        """Lets the stream end with the mini-batches that were read. `failure`: of reading the next one."""
         self._is_over = True
         if self.stream is not None:
             self.stream.drain()
+        self._keep(failure)
+
+    def _keep(self, failure: Exception | None) -> None:
+        self._failure = failure
+        if failure is not None and self._read:
+            failure.add_note(
+                f"fxpipe: raised for mini-batch {self._read} of the stream; the {self._read} before it have been "
+                "applied"
+            )
 
     def _begin(self, kind: Callable[..., S], context: CallerContext, seed: int = 0, **more: Any) -> S:
         """Begins the stream, of this kind, after planning."""
