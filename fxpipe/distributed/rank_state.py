@@ -28,7 +28,6 @@ from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.pipe.programs import MAX_GRAPHS, CachedGraph, MissingGraph
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.planning.options.stage_placement import DROP_IN_SCHEDULE
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan
 from fxpipe.rewriting.relay_routes import relay_routes
@@ -40,6 +39,7 @@ from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.tensors import has_values
+from fxpipe.tracing.traced import Traced
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 from fxpipe.utils.random_generators import draw_seed, peek_seed
@@ -56,10 +56,10 @@ class Job:
 
     call: str  # the method; all ranks must call the same
     mode: str  # digest of the modes of modules and thread
-    seed: int  # of the step; of the random numbers that forward draws while it is recorded
+    seed: int  # seeds the step, or the random numbers that forward draws while it is recorded
     is_handed_over: bool  # True if the caller passes micro-batches
     missing: MissingGraph | None = None  # the graph to record first, with inputs on the CPU
-    numbers: tuple[int, ...] = ()  # of the programs, by micro-batch
+    numbers: tuple[int, ...] = ()  # by micro-batch: its program
     inputs: RankInputs = field(default_factory=RankInputs)  # without tensors, except pieces on the CPU
 
 
@@ -79,7 +79,7 @@ class RankState(PipelineState):
         self.without_values = frozenset(names_without_values(model))
         self._awaits_values = bool(self.without_values)
         self.checks_evaluation &= group.is_first and not self._awaits_values  # one rank warns
-        self._numbered: dict[int, CachedGraph] = {}  # the same on all ranks
+        self._numbered: dict[int, tuple[Traced, RankProgram]] = {}  # the same on all ranks
         self._next_number = 0
 
     # -- who has what ------------------------------------------------------------------------------------------------
@@ -174,10 +174,7 @@ class RankState(PipelineState):
         name = BATCH_TRAINING if call.reduction == "batch" else TRAINING
         inputs = self.agree(name, calls, is_handed_over)
         targets = self.targets_of(calls, inputs) if is_handed_over else (calls or [])[0].target
-        schedule = self.schedule_for(
-            len(inputs.samples), DROP_IN_SCHEDULE if inputs.takes_all(call.reduction) else None
-        )
-        inputs = replace(inputs, targets=targets)
+        schedule, inputs = self.schedule_of(inputs, call.reduction), replace(inputs, targets=targets)
         return (*self.engine.train_ranks(inputs, schedule, call, to_all=self.outputs == "all"), False)
 
     def agree(
@@ -230,7 +227,7 @@ class RankState(PipelineState):
             leaves = [flatten((one.args, one.kwargs))[0] for one in calls or ()]
         else:
             leaves = [[None] * len(of_one) for of_one in (sizes if is_handed_over else [sizes])]
-        programs = _of_ranks([self._numbered[number].bound for number in job.numbers])
+        programs = tuple(self._numbered[number][1] for number in job.numbers)
         return replace(
             job.inputs,
             bounds=programs,
@@ -257,30 +254,26 @@ class RankState(PipelineState):
         )
 
     def _propose(
-        self,
-        call: str,
-        calls: Sequence[ModelCall],
-        is_handed_over: bool,
-        seed: int | None,
-        graphs: list[CachedGraph],
+        self, call: str, calls: Sequence[ModelCall], is_handed_over: bool, seed: int | None, graphs: list[CachedGraph]
     ) -> Job:
         """Returns the leader's job. `graphs`: of the first calls, as for `look_up`."""
         peeked = peek_seed() if seed is None else seed
-        found = self.look_up(calls, is_handed_over, call != EVALUATION, peeked, graphs)
-        if isinstance(found, MissingGraph):
-            return Job(call, self._mode(), peeked, is_handed_over, found._replace(call=_on_cpu(found.call)))
+        own = self.look_up(calls, is_handed_over, call != EVALUATION, peeked, graphs)
+        if isinstance(own, MissingGraph):
+            return Job(call, self._mode(), peeked, is_handed_over, own._replace(call=_on_cpu(own.call)))
         if seed is None:
-            seed = draw_seed() if any(bound.program.is_random for bound in found.bounds) else 0
-        return self._job_of(call, found, seed)
+            seed = draw_seed() if any(bound.program.is_random for bound in own.bounds) else 0
+        return self._job_of(call, own, seed)
 
-    def _job_of(self, call: str, found: GivenInputs, seed: int) -> Job:
-        known, bound, leaves, is_handed_over = {}, found.bound, found.leaves, found.is_handed_over
+    def _job_of(self, call: str, own: GivenInputs, seed: int) -> Job:
+        known, bound, leaves, is_handed_over = {}, own.bound, own.leaves, own.is_handed_over
         if bound.known_pieces is not None and not is_handed_over:
-            known = map_tensor_leaves(lambda t: t.detach().cpu(), dict(bound.known_pieces(leaves, found.batch)))
+            known = map_tensor_leaves(lambda t: t.detach().cpu(), dict(bound.known_pieces(leaves, own.batch)))
         sizes = tuple(map(_sizes_of, leaves)) if is_handed_over else _sizes_of(leaves)
-        inputs = RankInputs(samples=found.samples, is_handed_over=is_handed_over, sizes=sizes, seed=seed, known=known)
-        numbers = tuple(one.number for one in _of_ranks(found.bounds))
-        return Job(call, self._mode(), seed, is_handed_over, numbers=numbers, inputs=inputs)
+        inputs = RankInputs(samples=own.samples, is_handed_over=is_handed_over, sizes=sizes, seed=seed, known=known)
+        numbers = {id(program): number for number, (_, program) in self._numbered.items()}
+        of_bounds = tuple(numbers[id(bound)] for bound in own.bounds)
+        return Job(call, self._mode(), seed, is_handed_over, numbers=of_bounds, inputs=inputs)
 
     def _mode(self) -> str:
         """Returns a digest of the modes of the modules and of this thread, equal in all processes with these modes."""
@@ -312,8 +305,8 @@ class RankState(PipelineState):
 
     def job_at_hand(self, program: RankProgram, call: ModelCall, seed: int) -> Job | None:
         """Returns the job of a mini-batch of a stream; None if it needs another program. The leader calls it."""
-        found = self.find_known(call, seed)
-        return None if found is None or found.bound is not program else self._job_of(STREAM, found, seed)
+        own = self.find_known(call, seed)
+        return None if own is None or own.bound is not program else self._job_of(STREAM, own, seed)
 
     def inputs_at_hand(self, job: Job, call: ModelCall | None) -> RankInputs:
         """Returns the inputs for the job of a mini-batch of a stream. `call`: on the leader only."""
@@ -325,7 +318,7 @@ class RankState(PipelineState):
         if micro_batches == len(inputs.samples):
             return inputs
         sizes, programs = samples_per_micro_batch(inputs.batch, micro_batches), (inputs.union,) * micro_batches
-        self._numbered[inputs.union.number].traced.refuse_uneven_outputs(inputs.batch, sizes)
+        self._numbered[inputs.union.number][0].refuse_uneven_outputs(inputs.batch, sizes)
         return replace(inputs, bounds=programs, samples=tuple(sizes))
 
     def check_stream_program(self, bound: BoundProgram, held: Collection[int]) -> None:
@@ -382,12 +375,6 @@ class RankState(PipelineState):
             )
         return first
 
-    def keep(self, prepared: PreparedGraph) -> CachedGraph:
-        graph = super().keep(prepared)
-        self._numbered = dict([*self._numbered.items(), (self._next_number, graph)][-MAX_GRAPHS:])
-        self._next_number += 1
-        return graph
-
     def bind(self, prepared: PreparedGraph) -> RankProgram:
         """Also compares the program between ranks, and decides which ranks hold the tensors of the model."""
         bound, placement = super().bind(prepared), self.settings.placement
@@ -402,18 +389,18 @@ class RankState(PipelineState):
             if self.group.replica_count > 1:  # each rank may have drawn different values
                 self._send(self.own_names(), bound.constants, to_replicas=True)
             self._send(self.held.shared, bound.constants)
-        return RankProgram(
-            **{one.name: getattr(bound, one.name) for one in fields_of(bound)},
-            number=self._next_number,
-            routes=routes,
-            held=self.held,
-            transfers=self.held.transfers([bound.program], routes),
-        )
+        number, transfers = self._next_number, self.held.transfers([bound.program], routes)
+        own = {one.name: getattr(bound, one.name) for one in fields_of(bound)}
+        program = RankProgram(**own, number=number, routes=routes, held=self.held, transfers=transfers)
+        self._numbered = dict([*self._numbered.items(), (number, (prepared.traced, program))][-MAX_GRAPHS:])
+        self._next_number = number + 1
+        return program
 
     def _refresh(self) -> None:
         """Sends all ranks the values of tensors trained on other ranks: forward may read them."""
         assert self.held is not None
-        self._send(self.held.names, next(iter(self._numbered.values())).bound.constants)
+        _, program = next(iter(self._numbered.values()))
+        self._send(self.held.names, program.constants)
 
     @torch.no_grad()
     def _send(self, names: Sequence[str], constants: dict[str, torch.Tensor], to_replicas: bool = False) -> None:
@@ -425,10 +412,6 @@ class RankState(PipelineState):
             if tensor.layout is torch.strided and name not in self.without_values:
                 connection = group.replicas if to_replicas else group.connection
                 connection.broadcast_tensor(tensor.detach(), source, f"the values of {name}")
-
-
-def _of_ranks(programs: Sequence[BoundProgram]) -> tuple[RankProgram, ...]:
-    return tuple(one for one in programs if isinstance(one, RankProgram))  # all of a pipe over processes are
 
 
 def _sizes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:

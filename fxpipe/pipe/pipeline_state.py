@@ -28,6 +28,7 @@ from fxpipe.runtime import BoundProgram, Engine, Executor, StepRecord, executor_
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer, noting_updates
+from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.scheduling import Schedule, make_schedule
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.model_state import slots_of
@@ -249,10 +250,9 @@ class PipelineState(Programs):
         """
         assert calls is not None
         given_inputs = self.find(calls, is_handed_over)
-        takes_all, count = given_inputs.takes_all(call.reduction), len(given_inputs.samples)
-        if takes_all:
-            self.warn_of_drop_in_memory(count, given_inputs.batch, is_call=False)
-        schedule = self.schedule_for(count, DROP_IN_SCHEDULE if takes_all else None)
+        if given_inputs.takes_all(call.reduction):
+            self.warn_of_drop_in_memory(len(given_inputs.samples), given_inputs.batch, is_call=False)
+        schedule = self.schedule_of(given_inputs, call.reduction)
         updates = self.overlapped_updates(optimizer)
         with noting_updates(updates):
             loss, outputs = self.engine.forward_backward(given_inputs, schedule, call, updates)
@@ -336,6 +336,11 @@ class PipelineState(Programs):
                 f"forward {what}, which is put together when a step has ended; in a stream the next mini-batches have "
                 "begun by then: return it as an output, keep it in a buffer, or train with forward_backward"
             )
+
+    def schedule_of(self, given_inputs: GivenInputs, reduction: str) -> Schedule:
+        """Returns the schedule of a step of `forward_backward`."""
+        takes_all, count = given_inputs.takes_all(reduction), len(given_inputs.samples)
+        return self.schedule_for(count, DROP_IN_SCHEDULE if takes_all else None)
 
     def schedule_for(self, micro_batches: int, name: str | None = None) -> Schedule:
         """Returns the schedule of a step: of `forward_backward`, or the named one."""

@@ -256,9 +256,9 @@ class Programs:
             seed: of the step; by default the next one of torch's generator.
         """
         seed, graphs = peek_seed() if seed is None else seed, list[CachedGraph]()
-        while isinstance(found := self.look_up(calls, is_handed_over, in_one, seed, graphs), MissingGraph):
-            self.record(found, seed, graphs)
-        return found
+        while isinstance(result := self.look_up(calls, is_handed_over, in_one, seed, graphs), MissingGraph):
+            self.record(result, seed, graphs)
+        return result
 
     def find_known(self, call: ModelCall, seed: int) -> GivenInputs | None:
         """Finds the graph of a mini-batch without reading the weights, which stages may be updating.
@@ -266,8 +266,8 @@ class Programs:
         Returns:
             None if there is no such graph yet, or if it must be compared with the model first.
         """
-        found = self.look_up([call], False, True, seed, [], may_compare=False)
-        return None if isinstance(found, MissingGraph) else found
+        result = self.look_up([call], False, True, seed, [], may_compare=False)
+        return None if isinstance(result, MissingGraph) else result
 
     def look_up(
         self,
@@ -416,7 +416,7 @@ class Programs:
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def record(self, missing: MissingGraph, seed: int, graphs: list[CachedGraph]) -> None:
-        """Records the graph of a call. If the call is the next one after those of `graphs`, this appends its graph."""
+        """Records the graph of a call. If it is the next call without one, this appends the graph to `graphs`."""
         with note_of_micro_batch(missing.place, missing.total):
             graph = self.make_graph(missing.call, seed, missing.total)
         if missing.place == len(graphs):
