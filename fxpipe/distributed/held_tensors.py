@@ -9,20 +9,21 @@ rank *borrows* it from its home for each step, and sends gradients or a changed 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxpipe._torch.tensor_data import replace_data
+from fxpipe.distributed.packet_link import FIRST_FREE_TAG
 from fxpipe.distributed.packets import Mailbox, PacketValue
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import Program
 from fxpipe.rewriting.relay_routes import RelayRoutes
-from fxpipe.runtime.bound_program import ModelTensors
+from fxpipe.runtime.bound_program import BoundProgram, ModelTensors, different_programs
 from fxpipe.tracing.tensors import has_values
 
 StageSum = tuple[str, int]  # a parameter, and the stage that has a sum of its gradients
@@ -109,34 +110,50 @@ def _frozen(peers: Peers) -> dict[tuple[int, int], tuple[Any, ...]]:
     return {pair: tuple(peers[pair]) for pair in sorted(peers)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram(BoundProgram):
+    """A program with everything that a rank needs to run it."""
+
+    number: Any  # the same on all ranks; a tuple for several programs in one step
+    routes: RelayRoutes
+    held: HeldTensors
+    transfers: TensorTransfers
+
+    @property
+    def last(self) -> int:
+        """The rank of the last stage."""
+        return self.routes.rank(len(self.devices))
+
+    @staticmethod
+    def union(programs: Sequence[RankProgram]) -> RankProgram:
+        """Returns one program for a step over micro-batches of these programs, with the transfers of all."""
+        first, different = programs[0], [one.program for one in different_programs(programs)]
+        if len(different) == 1:
+            return first
+        transfers = first.held.transfers(different, first.routes)
+        return replace(first, number=tuple(one.number for one in programs), transfers=transfers)
+
+
 class TensorExchange:
     """The transfers of tensors of the model in one step, on one rank."""
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        rank: int,
-        tensors: ModelTensors,
-        transfers: TensorTransfers,
-        packet_key: tuple[Any, ...],
-        free_tag: int,
-    ):
-        self._mailbox, self._rank, self._tensors, self._transfers = mailbox, rank, tensors, transfers
-        self._packet_key, self._free_tag = packet_key, free_tag
+    def __init__(self, mailbox: Mailbox, rank: int, tensors: ModelTensors, program: RankProgram):
+        self._mailbox, self._rank, self._tensors = mailbox, rank, tensors
+        self._number, self._transfers = program.number, program.transfers
 
     def _swap(
         self, kind: int, what: str, pairs: Mapping[tuple[int, int], tuple[Any, ...]], value_of: Any
     ) -> dict[Any, Any]:
         """Sends the values of this rank and returns the values of other ranks, by key."""
         received: dict[Any, Any] = {}
-        tag = self._free_tag + kind
+        tag = FIRST_FREE_TAG + kind
         for source, target in pairs:
             if source == self._rank:
                 values = [PacketValue(value_of(key)) for key in pairs[source, target]]
-                self._mailbox.send((*self._packet_key, kind, source, target), tag, target, values)
+                self._mailbox.send((self._number, "tensors", kind, source, target), tag, target, values)
         for source, target in pairs:
             if target == self._rank:
-                packet = (*self._packet_key, kind, source, target)
+                packet = (self._number, "tensors", kind, source, target)
                 self._mailbox.expect(packet, tag, source)
                 values = self._mailbox.receive(packet, tag, source, what)
                 received |= dict(zip(pairs[source, target], (one.value for one in values), strict=True))

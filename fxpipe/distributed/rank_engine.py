@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from fxpipe.distributed.gradient_reduction import GradientReduction
-from fxpipe.distributed.held_tensors import HeldTensors, TensorExchange, TensorTransfers, share_buffers
-from fxpipe.distributed.packet_link import FIRST_FREE_TAG, PacketLink, order_of_step
+from fxpipe.distributed.held_tensors import RankProgram, TensorExchange, TensorTransfers, share_buffers
+from fxpipe.distributed.packet_link import PacketLink, order_of_step
 from fxpipe.distributed.packets import MAX_KEYS, Layout, Mailbox
 from fxpipe.distributed.rank_gradients import RankGradients
 from fxpipe.distributed.rank_group import RankGroup
@@ -27,7 +27,7 @@ from fxpipe.distributed.step_report import LossVerdict, StepReport, check_scales
 from fxpipe.errors import LossError
 from fxpipe.rewriting.program import Program
 from fxpipe.rewriting.relay_routes import RelayRoutes
-from fxpipe.runtime.bound_program import BoundProgram, ModelTensors, different_programs
+from fxpipe.runtime.bound_program import ModelTensors, different_programs
 from fxpipe.runtime.engine import (
     Engine,
     gathered_results,
@@ -40,30 +40,6 @@ from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
 from fxpipe.utils.pytree import map_tensor_leaves
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankProgram(BoundProgram):
-    """A program with everything that a rank needs to run it."""
-
-    number: Any  # the same on all ranks; a tuple for several programs in one step
-    routes: RelayRoutes
-    held: HeldTensors
-    transfers: TensorTransfers
-
-    @property
-    def last(self) -> int:
-        """The rank of the last stage."""
-        return self.routes.rank(len(self.devices))
-
-    @staticmethod
-    def union(programs: Sequence[RankProgram]) -> RankProgram:
-        """Returns one program for a step over micro-batches of these programs, with the transfers of all."""
-        first, different = programs[0], [one.program for one in different_programs(programs)]
-        if len(different) == 1:
-            return first
-        transfers = first.held.transfers(different, first.routes)
-        return replace(first, number=tuple(one.number for one in programs), transfers=transfers)
 
 
 def pairs_of_ranks(routes: RelayRoutes, transfers: TensorTransfers | None = None) -> Iterator[tuple[int, int]]:
@@ -135,13 +111,6 @@ class RankEngine(Engine):
             transfers.connect(pairs_of_ranks(program.routes, program.transfers))
         return Mailbox(self.group.connection, self.group.device, self._layouts, transfers)
 
-    def _borrowed(self, program: RankProgram, mailbox: Mailbox, tensors: ModelTensors) -> TensorExchange:
-        """Begins the exchange of tensors of the model."""
-        key = program.number, "tensors"
-        exchange = TensorExchange(mailbox, self.group.rank, tensors, program.transfers, key, FIRST_FREE_TAG)
-        exchange.borrow()
-        return exchange
-
     def _run_row(
         self,
         inputs: RankInputs,
@@ -194,7 +163,8 @@ class RankEngine(Engine):
         """Runs all forwards; returns the output on the rank of the last stage or on all ranks, else None."""
         program, connection = inputs.union, self.group.connection
         mailbox, tensors = self._mailbox(program), ModelTensors(self.model, program.constants)
-        exchange = self._borrowed(program, mailbox, tensors)
+        exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
+        exchange.borrow()
         step = self._run_row(inputs, schedule, mailbox, inputs.seed)
         last = program.last
         outputs: list[Any] = []
@@ -237,8 +207,9 @@ class RankEngine(Engine):
         if is_last and not inputs.is_handed_over and not is_whole:
             kind = self.history_of(inputs, call)
         mailbox = self._mailbox(program)
-        exchange = self._borrowed(program, mailbox, tensors)
-        gradients = self.gradients_of(inputs, tensors)
+        exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
+        exchange.borrow()
+        gradients = RankGradients(program, tensors, inputs.programs, self.group, self.replicas)
         part = self._begin(inputs, call, gradients, is_last)
         looks_at_elements = not inputs.is_handed_over and not is_whole and part.micro_batches > 1
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
@@ -296,22 +267,23 @@ class RankEngine(Engine):
 
     def _begin(self, inputs: RankInputs, call: LossCall, gradients: RankGradients, is_last: bool) -> ReplicaPart:
         """Exchanges messages with the other replicas; returns this replica's part of the step."""
-        start = ReplicaStart(
-            inputs.batch,
-            len(inputs.samples),
-            inputs.seed if any(program.is_random for program in inputs.programs) else None,
-            self.replicas.is_synced,
-            call.reduction,
-            digest(gradients.parameters),
-            bool(self.changed_here(inputs)),
-            inputs.known if is_last else None,
-            self.replicas.may_differ,
-        )
+        own = digest(gradients.parameters), bool(self.changed_here(inputs))
+        start = self.start_of(inputs, inputs.programs, call.reduction, *own)
+        start = start if is_last else replace(start, known=None)
         combinations = () if inputs.is_handed_over else inputs.bound.combinations
         part = self.replicas.begin(start, gradients.parameters, combinations)
         if part.may_differ:
             self.replicas.check_weights(gradients.trained)
         return part
+
+    def start_of(
+        self, inputs: RankInputs, programs: Sequence[Program], reduction: str, parameters: str, changes_buffers: bool
+    ) -> ReplicaStart:
+        """Returns this rank's message to the other replicas about a mini-batch. `parameters`: their digest."""
+        seed = inputs.seed if any(program.is_random for program in programs) else None
+        replicas, count = self.replicas, len(inputs.samples)
+        own = parameters, changes_buffers, inputs.known, replicas.may_differ
+        return ReplicaStart(inputs.batch, count, seed, replicas.is_synced, reduction, *own)
 
     def _loss_scale(self, scaler: torch.amp.GradScaler | None) -> float | None:
         """Returns the scale of the loss. The first call of `scale` initializes a scaler."""
@@ -319,10 +291,6 @@ class RankEngine(Engine):
             return None
         scaler.scale(torch.zeros((), device=self.group.device))
         return float(scaler.get_scale())
-
-    def gradients_of(self, inputs: RankInputs, tensors: ModelTensors) -> RankGradients:
-        held, transfers = inputs.union.held, inputs.union.transfers
-        return RankGradients(held, transfers, tensors, inputs.programs, self.group, self.replicas)
 
     def changed_here(self, inputs: RankInputs) -> list[str]:
         changed = dict.fromkeys(name for program in inputs.programs for name in program.changes)

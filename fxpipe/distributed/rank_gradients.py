@@ -17,7 +17,7 @@ from torch import nn
 
 from fxpipe._torch.autograd import has_gradient_hooks, leaves_below
 from fxpipe.distributed.gradient_reduction import WAITED_FOR, GradientReduction, StageParameter
-from fxpipe.distributed.held_tensors import HeldTensors, TensorTransfers, gradient_of
+from fxpipe.distributed.held_tensors import RankProgram, gradient_of
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep
 from fxpipe.distributed.replicas import GradientReport, Replicas, give_totals, put_sums
@@ -36,17 +36,16 @@ class RankGradients:
 
     def __init__(
         self,
-        held: HeldTensors,
-        transfers: TensorTransfers,
+        program: RankProgram,
         tensors: ModelTensors,
         programs: Sequence[Program],
         group: RankGroup,
         replicas: Replicas,
     ):
-        self._held, self._transfers, self._tensors, self._programs = held, transfers, tensors, programs
+        self._held, self._transfers, self._tensors, self._programs = program.held, program.transfers, tensors, programs
         self._group, self._replicas = group, replicas
         self.trained = self._trained()
-        own = held.used_by_stages(group.rank)
+        own = program.held.used_by_stages(group.rank)
         # By stage, the parameters in the reduction: the same in each step, independent of its graph.
         self.parameters = replicas.reducible({(n, j): self.trained[n] for n, j in own if n in self.trained})
         self._reduction: GradientReduction | None = None

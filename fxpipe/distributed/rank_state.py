@@ -20,8 +20,8 @@ from torch import nn
 from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.distributed.agreement import check_agreement, graph_fields
-from fxpipe.distributed.held_tensors import HeldTensors
-from fxpipe.distributed.rank_engine import RankEngine, RankInputs, RankProgram
+from fxpipe.distributed.held_tensors import HeldTensors, RankProgram
+from fxpipe.distributed.rank_engine import RankEngine, RankInputs
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipe.model_calls import ModelCall

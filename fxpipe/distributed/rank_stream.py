@@ -20,16 +20,17 @@ when the previous packet has arrived, and expects the same layout: so both ends 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from fxpipe.distributed.gradient_reduction import WAITED_FOR, StageParameter
-from fxpipe.distributed.held_tensors import share_buffers
+from fxpipe.distributed.held_tensors import RankProgram, share_buffers
 from fxpipe.distributed.packet_link import JOB_TAG, PacketLink, PacketOrder, cut_of, tag_of
 from fxpipe.distributed.packets import Layout, Mailbox, PacketValue
-from fxpipe.distributed.rank_engine import RankEngine, RankInputs, RankProgram, pairs_of_ranks
-from fxpipe.distributed.rank_gradients import parameters_of_loss
+from fxpipe.distributed.rank_engine import RankEngine, RankInputs, pairs_of_ranks
+from fxpipe.distributed.rank_gradients import RankGradients, parameters_of_loss
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankExchange
 from fxpipe.distributed.replicas import (
@@ -229,10 +230,11 @@ class RankStream(Stream):
     def begin_segment(self, inputs: RankInputs) -> ReplicaPart:
         """Returns this replica's part in the first mini-batch of a graph. All ranks call it."""
         engine, program = self.engine, inputs.union
-        gradients = engine.gradients_of(inputs, ModelTensors(engine.model, inputs.constants))
+        tensors = ModelTensors(engine.model, inputs.constants)
+        gradients = RankGradients(program, tensors, inputs.programs, engine.group, self._replicas)
         self._summed, self._digest = gradients.parameters, digest(gradients.parameters)
         self._changes_buffers = bool(engine.changed_here(inputs))
-        part = self.settle_part(program, self.start_of(program, inputs, len(inputs.samples)))
+        part = self.settle_part(program, self.start_of(program, inputs))
         assert part is not None
         self._first_changes_buffers = part.changes_buffers
         if self._replicas.count > 1:
@@ -241,20 +243,10 @@ class RankStream(Stream):
             self._replicas.check_weights(gradients.trained)
         return part
 
-    def start_of(self, program: RankProgram, inputs: RankInputs, micro_batches: int) -> ReplicaStart:
+    def start_of(self, program: RankProgram, inputs: RankInputs) -> ReplicaStart:
         """Returns this replica's message to the others about a mini-batch."""
-        own_seed = inputs.seed if program.program.is_random else None
-        return ReplicaStart(
-            inputs.batch,
-            micro_batches,
-            own_seed,
-            is_synced=True,
-            reduction=self.loss.reduction,
-            parameters=self._digest,
-            changes_buffers=self._changes_buffers,
-            known=inputs.known,
-            may_differ=self._replicas.may_differ,
-        )
+        own = self.loss.reduction, self._digest, self._changes_buffers
+        return replace(self.engine.start_of(inputs, [program.program], *own), is_synced=True)
 
     def settle_part(self, program: RankProgram, start: ReplicaStart | None) -> ReplicaPart | None:
         """Returns this replica's part in a mini-batch; None if any replica has no mini-batch."""

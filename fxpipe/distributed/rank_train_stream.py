@@ -16,7 +16,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from fxpipe.distributed.rank_engine import RankInputs, RankProgram
+from fxpipe.distributed.held_tensors import RankProgram
+from fxpipe.distributed.rank_engine import RankInputs
 from fxpipe.distributed.rank_state import STREAM, Job, RankState
 from fxpipe.distributed.rank_stream import RankStream
 from fxpipe.distributed.replicas import ReplicaPart
@@ -180,8 +181,7 @@ class RankStreamLoop(StreamLoop):
         assert self.stream is not None
         job, start = self._job(program), None
         if job is not None:
-            count = self._inside.settings.micro_batches(job.inputs.batch)
-            start = self.stream.start_of(program, job.inputs, count)
+            start = self.stream.start_of(program, job.inputs)
         part = self.stream.settle_part(program, start)
         return None if job is None or part is None else (job, part)
 
