@@ -30,7 +30,7 @@ from fxpipe.planning.tuning.auto_options import with_best_schedule
 from fxpipe.runtime import StepRecord
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
-from fxpipe.scheduling import Action, make_schedule
+from fxpipe.scheduling import Action
 from fxpipe.scheduling.streams import WeightPolicy
 from fxpipe.tracing.record.module_hooks import user_hooks_of
 from fxpipe.tracing.tensors import has_values
@@ -117,8 +117,7 @@ class DistributedPipeline(Pipeline):
                     "different processes; remove it (hook.remove()), or put it on a module inside"
                 )
             inputs = state.agree(EVALUATION, [ModelCall(args, kwargs, ())])
-            placement = state.settings.placement
-            schedule = make_schedule("inference", len(placement), len(inputs.samples), "never", placement)
+            schedule = state.schedule_for(len(inputs.samples), "inference")
             return state.engine.call_ranks(inputs, schedule, to_all=state.outputs == "all")
 
     def _open_stream(
@@ -343,6 +342,5 @@ def pipeline_over_ranks(
         check_agreement(group, model_fields(model, settings))
         state = RankState(model, settings, plan, group)
         pipe = DistributedPipeline(model, settings, state, outputs)
-        if group.broadcast(bool(args or kwargs), "the example inputs"):
-            state.record_first(args, kwargs)
+        state.record_first(args, kwargs)
     return pipe

@@ -337,10 +337,11 @@ class RankState(PipelineState):
     # -- graphs ------------------------------------------------------------------------------------------------------
 
     def record_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plans with the example inputs of rank 0, and records their graph on all ranks."""
-        own = MissingGraph(_on_cpu(ModelCall(args, kwargs, ())), 0, None)
+        """Plans with the example inputs of rank 0, if it has any, and records their graph on all ranks."""
+        own = MissingGraph(_on_cpu(ModelCall(args, kwargs, ())), 0, None) if args or kwargs else None
         missing, seed = self.group.broadcast((own, peek_seed()), "the example inputs")
-        self.record(missing, seed, [])
+        if missing is not None:
+            self.record(missing, seed, [])
 
     def record(self, missing: MissingGraph, seed: int, graphs: list[CachedGraph]) -> None:
         """Records a graph on all ranks and compares it. If this fails on one rank, it is undone on all."""

@@ -48,7 +48,7 @@ from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.loss_verification import LossHistory
-from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses
+from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
 from fxpipe.runtime.stage_updates import OverlappedUpdates
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
@@ -262,24 +262,19 @@ class RankStream(Stream):
             return super()._history_of(given_inputs)
         return LossHistory(is_cheap=True, passes=1)  # looks at elements, and does not verify
 
-    def _losses_of(self, given_inputs: GivenInputs, is_verified: bool) -> MicroBatchLosses | None:
+    def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> StreamStep:
         assert isinstance(given_inputs, RankInputs)
-        if not self.packets.is_last:
-            return None
-        return self.engine.losses_of(given_inputs, self._part, self.loss, is_verified)
-
-    def _open(self, given_inputs: GivenInputs, history: LossHistory, **more: Any) -> StreamStep:
-        assert isinstance(given_inputs, RankInputs)
-        part = self._part
+        part, engine, is_last = self._part, self.engine, self.packets.is_last
         return RankStreamStep(
-            self.engine.own_inputs(given_inputs),
-            self.engine.model,
+            engine.own_inputs(given_inputs),
+            engine.model,
             part.seed,
+            losses=engine.losses_of(given_inputs, part, self.loss, is_verified) if is_last else None,
             look_at_elements=history.look_at_elements and part.micro_batches > 1,
-            group=self.engine.group,
+            group=engine.group,
             part=part,
             first_changes_buffers=self._first_changes_buffers,
-            **self.engine.part_of_step(given_inputs),
+            **engine.part_of_step(given_inputs),
             **more,
         )
 

@@ -47,7 +47,7 @@ from fxpipe.runtime.caller_context import CallerContext, thread_defaults
 from fxpipe.runtime.engine import Engine, losses_of
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.loss_verification import LossHistory
-from fxpipe.runtime.losses import LossCall, MicroBatchLosses
+from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_instance import StageInstance
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
 from fxpipe.runtime.step import Step
@@ -464,9 +464,9 @@ class Stream:
             step = self._open(
                 own,
                 history,
+                is_verified,
                 recomputed=self._order.recomputed(count),
                 ambient=self._context,
-                losses=self._losses_of(own, is_verified),
                 keep_outputs=is_verified,
                 known_tensors=self._tensors_of(bound),
             )
@@ -478,13 +478,11 @@ class Stream:
     def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
         return self.engine.history_of(given_inputs, self.loss)
 
-    def _losses_of(self, given_inputs: GivenInputs, is_verified: bool) -> MicroBatchLosses | None:
-        return losses_of(given_inputs, self.loss, is_verified)
-
-    def _open(self, given_inputs: GivenInputs, history: LossHistory, **more: Any) -> StreamStep:
+    def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> StreamStep:
         looks = history.look_at_elements and len(given_inputs.samples) > 1
-        seed = self.seed_of(self._order.admitted)
-        return StreamStep(self.engine.own_inputs(given_inputs), self.engine.model, seed, look_at_elements=looks, **more)
+        inputs, seed = self.engine.own_inputs(given_inputs), self.seed_of(self._order.admitted)
+        losses = losses_of(given_inputs, self.loss, is_verified)
+        return StreamStep(inputs, self.engine.model, seed, losses=losses, look_at_elements=looks, **more)
 
     def _stages_in_order(self, bound: BoundProgram) -> frozenset[int]:
         """Returns the stages with replicas whose forward changes buffers, which the next micro-batch reads."""
