@@ -18,9 +18,9 @@ class State:
     """As of the first of two ranks; the second one has told `other`."""
 
     def __init__(self, other):
-        self.other = other
+        self.other, self.group = other, self
 
-    def from_all(self, value, what):
+    def gather(self, value, what):
         return [value, self.other]
 
 
