@@ -37,6 +37,7 @@ from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.engine import scatter_target
 from fxpipe.runtime.losses import check_reduction, checked_loss, refuse_inputs_by_name
 from fxpipe.runtime.microbatches import scatter
+from fxpipe.tracing.forward_rng import DrawStream, is_draw_of_numbers
 from fxpipe.tracing.model_state import model_on, preserve_state, without_gradients
 from fxpipe.tracing.node_arguments import named_arguments
 from fxpipe.tracing.node_info import info
@@ -190,6 +191,7 @@ def verify(
         unit=max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0),
         input_names=tuple(leaf.path for leaf in traced.leaves),
         opaque=tuple(traced.whole),
+        draws_from_stream=traced.draws_from_stream,
     )
     try:
         want, moved = step.of_plain_model(calls, bound.devices[0])
@@ -258,6 +260,7 @@ class _Step:
     unit: float  # unit of rounding: the largest eps of the dtypes in the graph
     input_names: tuple[str, ...]
     opaque: tuple[str, ...]  # paths of modules whose calls are one random node each
+    draws_from_stream: tuple[bool, ...]  # for each draw of numbers, whether it decides for the step, as in layer drop
     loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(
         default_factory=dict
     )  # leaves that loss_fn uses, and their earlier gradients
@@ -312,7 +315,8 @@ class _Step:
                     stack.enter_context(_moved_by_rounding([*model.parameters(), *inputs.values(), *of_loss], unit))
                     stack.enter_context(_gradients_moved_by_rounding(unit))
                 for i, call in enumerate(calls):
-                    with _SeededDraws(mix_seed(seed, i), device) as draws, draws.as_one_node(model, self.opaque):
+                    draws = _SeededDraws(mix_seed(seed, i), device, DrawStream(seed), self.draws_from_stream)
+                    with draws, draws.as_one_node(model, self.opaque):
                         output = model(*call.args, **call.kwargs)
                     loss, weight = weighted_sum(output), None
                     if self.loss_fn is not None:
@@ -399,17 +403,22 @@ def weighted_sum(output: Any) -> torch.Tensor:
 class _SeededDraws(TorchFunctionMode):
     """Seeds each random function of the plain model as a pipe does in a micro-batch."""
 
-    def __init__(self, seed: int, device: torch.device):
+    def __init__(self, seed: int, device: torch.device, stream: DrawStream, draws_from_stream: Sequence[bool]):
         super().__init__()
         self.seed, self.ordinal, self.is_inside = seed, 0, False
+        self.stream, self.draws_from_stream = stream, iter(draws_from_stream)
         devices = dict.fromkeys((torch.device("cpu"), device))
         self.generators = [accelerator.default_generator(device) for device in devices]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.is_inside:
             return func(*args, **(kwargs or {}))
+        kwargs, before = kwargs or {}, self.ordinal
         with self.one_node():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
+        if self.ordinal > before and is_draw_of_numbers(args, kwargs, result) and next(self.draws_from_stream, False):
+            return self.stream.take(lambda: func(*args, **kwargs))
+        return result
 
     @contextmanager
     def one_node(self, python_rng: bool = False) -> Iterator[None]:

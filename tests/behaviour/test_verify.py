@@ -38,6 +38,11 @@ class DrawsInPython(nn.Module):
         return h * random.random() + torch.rand_like(h).numpy().mean().item()
 
 
+class LeftOut(nn.Module):
+    def forward(self, h):
+        return h if torch.rand(()) < 0.5 else F.dropout(h.tanh(), 0.5)
+
+
 def piped(model, chunks=4, **options):
     return closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks, example_args=(torch.randn(8, 4),), **options))
 
@@ -67,6 +72,13 @@ def test_a_right_pipe_is_equal_within_rounding():
         assert fxpipe.verify(pipe, x)  # without a loss: every number of the outputs counts
         with torch.no_grad():
             assert kinds(fxpipe.verify(pipe, x, target=target, loss_fn=cross_entropy)) == {"output", "input"}
+
+
+def test_layers_that_are_left_out_by_chance_are_left_out_of_the_plain_model_too():
+    with piped(Blocks(nn.Sequential(LeftOut(), LeftOut())), 2, profile_budget=0.0) as pipe:
+        for seed in range(4):
+            torch.manual_seed(seed)
+            assert fxpipe.verify(pipe, batch()[0])
 
 
 @pytest.mark.parametrize(
