@@ -93,6 +93,11 @@ def rescaled(h):
     return F.linear(h / h.abs().amax((0, 1)), torch.eye(8)) * h.abs().amax((0, 1))
 
 
+def masked(h, samples=torch.arange):
+    """Times a mask of ones, made in forward and read by indices of samples and places, as masks of attention are."""
+    return h * torch.ones(h.shape[0], 5).bool()[samples(h.shape[0])[:, None], torch.arange(5)][..., None]
+
+
 def written_in_part(h):
     h = h * 1
     h[..., 1] = 0
@@ -104,6 +109,7 @@ RIGHT = {
     "written to in part": written_in_part,
     "a softmax written out": stable,
     "scaled and back": rescaled,
+    "a mask made in forward": masked,
 }
 
 
@@ -114,6 +120,7 @@ def test_what_is_taken_out_again_is_no_mixing(name):
 
 HIDDEN = {  # right for all values, which nothing tells
     "times zero": lambda h: h + 0.0 * h.mean(0),
+    "a mask of other samples": lambda h: masked(h, lambda b: torch.arange(b).flip(0)),
     "of what is constant": lambda h: h + torch.zeros_like(h).mean(0) * h.mean(),
 }
 

@@ -477,8 +477,25 @@ class _SideBySide:
             tensors = [value for n in (target, *sources) if isinstance(value := self.values[n][0], torch.Tensor)]
             is_verdict = [t.dtype == torch.bool for t in tensors] == [True, *[False] * (len(tensors) - 1)]
             is_weak = any(self._differs_weakly(self.values[n]) for n in floats)
-            if not (is_verdict or is_weak) and all(self._changes_with(node, n) for n in floats or met):
+            if not (is_verdict or is_weak) and self._is_opened(node, sources, floats or met):
                 self.opened.add(target)  # not for `count <= capacity`, nor if `h + 1e-3 * mean` is within tolerance
+
+    def _is_opened(self, node: fx.Node, sources: list[fx.Node], met: list[fx.Node]) -> bool:
+        """Returns whether a block depends on what does not join. A mask of ones hides it: `mask[arange(b)]`."""
+        if all(self._changes_with(node, n) for n in met):
+            return True
+        masks = [n for n in sources if n not in self.depends and n not in met and self.values[n][0].dim() > 1]
+        before = {n: self.values[n] for n in (node, *masks)}
+        try:
+            for n in masks:
+                noise = torch.randn(before[n][0].shape, generator=torch.Generator().manual_seed(0)) > 0
+                self.values[n] = self._with_rows_of_whole([noise.to(before[n][0]), *_copied(before[n][1:])])
+            self.values[node] = [self._call(node, k) for k in range(len(self.samples))]
+            return bool(self._joins_of(node)) and all(self._changes_with(node, n) for n in met)
+        except Exception:
+            return False
+        finally:
+            self.values |= before
 
     def _differs_weakly(self, values: list[torch.Tensor]) -> bool:
         """Returns whether rows that do not join almost do, so that derived values may join within tolerance."""
