@@ -54,6 +54,15 @@ def x(batch: int = 6) -> torch.Tensor:
     return torch.randn(batch, 6)
 
 
+def test_a_module_that_reads_a_number_for_each_sample_stays_whole():
+    def each_sample(module, x):
+        return torch.stack([module.lin(row) * int(one) for row, one in zip(x, torch.ones(x.shape[0]), strict=True)])
+
+    with fxpipe.pipeline(Model(Inner(each_sample)), workers(2), 3, example_args=(x(),)) as pipe:
+        assert all(fxpipe.verify(pipe, x(batch)) for batch in (6, 7))
+        assert "module 'inner' is kept whole: the model runs other functions" in " ".join(pipe.plan.why)
+
+
 def whole(model: nn.Module, *args: Any, leaf_modules: Any = ("inner",)) -> fxpipe.tracing.Traced:
     traced = fxpipe.trace(model, args or (x(),), leaf_modules=list(leaf_modules))
     assert [*traced.whole] == list(leaf_modules), traced.whole

@@ -116,7 +116,7 @@ def _record_at_sizes(
                 continue
             failures += 1
             problem = problem or _other_functions_error(base, other, (batch, size), difference)
-            if size in needed:
+            if size in needed and same_value_reads(base, other):
                 raise problem
     return recordings, problem
 
@@ -142,7 +142,7 @@ def _sizes_to_record(batch: int, needed: set[int]) -> list[int]:
 def _record_samples(
     batched: Traced, leaves: Sequence[Any], batch: int, size: int, record_on: RecordFunction
 ) -> Traced | None:
-    """Records the model on `size` samples for which forward reads the same values; None if there are none."""
+    """Records the model on `size` samples for which forward reads the same values, or not as many; None if none are."""
     for start in (0, batch - size) if size < batch else (0,):
         try:
             other = record_on(
@@ -150,14 +150,14 @@ def _record_samples(
             )
         except Exception:
             return None
-        if same_value_reads(batched, other):
+        if same_value_reads(batched, other, if_counts_differ=True):
             return other
     return None
 
 
-def same_value_reads(base: Traced, other: Traced) -> bool:
+def same_value_reads(base: Traced, other: Traced, if_counts_differ: bool = False) -> bool:
     reads, others = ([value_read_of(n).value for n in t.graph.nodes if info(n).is_guarded_read] for t in (base, other))
-    return len(reads) == len(others) and all(map(equal_values, reads, others))
+    return all(map(equal_values, reads, others)) if len(reads) == len(others) else if_counts_differ
 
 
 def same_size_reads(base: Traced, other: Traced) -> bool:
