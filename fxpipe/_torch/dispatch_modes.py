@@ -12,22 +12,11 @@ from typing import Any
 from fxpipe._torch.versions import missing_name, required_names
 
 with required_names():
-    from torch.utils._python_dispatch import (
-        TorchDispatchMode,
-        is_traceable_wrapper_subclass,
-    )
-    from torch.utils._python_dispatch import (
-        _disable_current_modes as disable_current_modes,
-    )
-    from torch.utils._python_dispatch import (
-        _get_current_dispatch_mode_stack as current_modes,
-    )
-    from torch.utils._python_dispatch import (
-        _pop_mode as pop_dispatch_mode,
-    )
-    from torch.utils._python_dispatch import (
-        _push_mode as push_dispatch_mode,
-    )
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
+    from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
+    from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 __all__ = [
     "TorchDispatchMode",

@@ -11,15 +11,9 @@ from torch.overrides import TorchFunctionMode
 from fxpipe._torch.versions import required_names
 
 with required_names():
-    from torch.overrides import (
-        _get_current_function_mode_stack as current_modes,
-    )
-    from torch.overrides import (
-        _pop_mode as pop_function_mode,
-    )
-    from torch.overrides import (
-        _push_mode as push_function_mode,
-    )
+    from torch.overrides import _get_current_function_mode_stack as current_modes
+    from torch.overrides import _pop_mode as pop_function_mode
+    from torch.overrides import _push_mode as push_function_mode
     from torch.utils._device import DeviceContext
 
     # A block in which overrides by modes and tensor subclasses are disabled.

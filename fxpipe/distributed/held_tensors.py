@@ -67,10 +67,6 @@ class HeldTensors:
         """Returns the tensors that the stages of a rank use in the first graph, the last stage first."""
         return tuple((name, j) for j, at, names in reversed(self._stages) if at == rank for name in names)
 
-    def first_use(self, name: str) -> int | None:
-        """Returns the first stage that uses a tensor in the first graph."""
-        return next((j for j, _, names in self._stages if name in names), None)
-
     @property
     def names(self) -> tuple[str, ...]:
         return self._names

@@ -20,13 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxpipe._torch.process_groups import PrefixStore, ProcessGroupGloo, Store
 from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.device_transfers import DeviceTransfers, device_backend
-from fxpipe.distributed.failures import (
-    ConnectionLost,
-    FailureBoard,
-    FailureReport,
-    error_text,
-    meet_ranks,
-)
+from fxpipe.distributed.failures import ConnectionLost, FailureBoard, FailureReport, error_text, meet_ranks
 from fxpipe.distributed.gradient_reduction import DeviceSums
 from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError, InternalError
 from fxpipe.utils import accelerator

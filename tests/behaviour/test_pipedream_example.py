@@ -1,19 +1,16 @@
 """The example of PipeDream, in a small size: it learns, and prints its loss beside that of synchronous training."""
 
-import importlib.util
 import itertools
 import sys
 
 import pytest
-from helpers.paths import ROOT
+from helpers.paths import ROOT, module_at
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_it_learns_as_synchronous_training_does(schedule, monkeypatch, capsys):
     path = ROOT / "examples" / "pipedream.py"
-    spec = importlib.util.spec_from_file_location("pipedream_example", path)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = module_at(path, "pipedream_example")
     monkeypatch.setattr(sys, "argv", [str(path), "--devices", "cpu,cpu", "--schedule", schedule, "--steps", "60"])
     example.main()
     printed = capsys.readouterr().out

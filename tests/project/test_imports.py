@@ -115,7 +115,7 @@ def test_no_drawing_is_loaded_with_runtime_and_simulation():
 # The compiler: from a model to a program. Of it the runtime may import, and why:
 COMPILER = ("partitioning", "planning", "profiling", "rewriting", "tracing")
 HANDED_OVER = {
-    "fxpipe.rewriting.program": "stages as callables, and who sends what to whom: where compiler and runtime meet",
+    "fxpipe.rewriting.program": "stages as callables, and who sends what to whom: where compiler and runtime meet"
 }
 
 

@@ -1,12 +1,11 @@
 """`examples/tour.ipynb`: its code runs, what it shows is stored, and a kernel shows the same again."""
 
-import importlib.util
 import json
 import re
 from typing import Any
 
 import pytest
-from helpers.paths import ROOT
+from helpers.paths import ROOT, module_at
 
 NOTEBOOK = ROOT / "examples" / "tour.ipynb"
 MACHINE_PATHS = re.compile(r"/(?:home|root|tmp|work|Users)/[\w./-]+")
@@ -56,9 +55,7 @@ def test_a_kernel_shows_the_same(notebook):
     """The same forms in each cell; times are others."""
     pytest.importorskip("nbclient", reason="nbclient is not installed: pip install fxpipe[trainers]")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install fxpipe[trainers]")
-    spec = importlib.util.spec_from_file_location("run_notebook", ROOT / "tools" / "run_notebook.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = module_at(ROOT / "tools" / "run_notebook.py")
     for now, stored in zip(code_cells(tool.run_notebook(NOTEBOOK)), code_cells(notebook), strict=True):
         forms = [[sorted(output.get("data", {"text": ""})) for output in cell["outputs"]] for cell in (now, stored)]
         assert forms[0] == forms[1], now["source"]

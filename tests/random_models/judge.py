@@ -13,7 +13,6 @@ have changed nothing; its graph may have been planned, which leaves what only a 
 """
 
 import copy
-import importlib.util
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from helpers.devices import workers
 from helpers.oracle import Seeded, draw_seed
+from helpers.paths import module_at
 from torch import Tensor, nn
 from zoo.reference import as_one_node, flat, same_by_name, same_outputs
 
@@ -100,12 +100,7 @@ _numbers = itertools.count()
 
 def _module(text: str, path: Path) -> ModuleType:
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_{next(_numbers)}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(path, f"{path.stem}_{next(_numbers)}")
 
 
 # -- inputs and losses -----------------------------------------------------------------------------------------------

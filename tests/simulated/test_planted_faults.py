@@ -352,12 +352,7 @@ FAULTS = {
         "read too early",
     ),
     "the gradient of an input is read before it has come": (
-        (
-            Exchange,
-            "input_gradients",
-            "self.transport.open(g, device)",
-            "g.form.unpack(g.memory)",
-        ),
+        (Exchange, "input_gradients", "self.transport.open(g, device)", "g.form.unpack(g.memory)"),
         "read too early",
     ),
 }

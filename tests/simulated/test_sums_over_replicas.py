@@ -124,10 +124,7 @@ def test_sums_in_memory_of_devices_have_the_bits_of_those_by_gloo(four_devices, 
 
 FAULTS = {
     "nothing": ((), ""),
-    "sums are not waited for": (
-        (GradientReduction, "finish", "_or_lost(work.wait)", "pass"),
-        "read too early",
-    ),
+    "sums are not waited for": ((GradientReduction, "finish", "_or_lost(work.wait)", "pass"), "read too early"),
     "sums are waited for on another stream": (
         (
             GradientReduction,

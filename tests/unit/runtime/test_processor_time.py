@@ -1,28 +1,14 @@
 """The benchmark's undisturbed step: what actions take of a core, put together in the order of the schedule."""
 
-import importlib.util
-from types import ModuleType
-
 import torch
-from helpers.paths import ROOT
+from helpers.paths import ROOT, module_at
 from torch import nn
 
 import fxpipe
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling import ActionKind
 
-
-def _load() -> ModuleType:
-    path = ROOT / "tools" / "bench" / "processor_time.py"
-    spec = importlib.util.spec_from_file_location("processor_time", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-processor_time = _load()
+processor_time = module_at(ROOT / "tools" / "bench" / "processor_time.py")
 CHUNKS = 4
 
 

@@ -264,8 +264,7 @@ class Bare(nn.Module):
 def test_a_value_that_only_the_stages_know_is_refused_where_nothing_would_be_left_to_cut():
     """Where the model itself reads it, and calls no module."""
     with pytest.raises(
-        TraceError,
-        match=r"\(bool\) that depends on the inputs and 'first' at .*test_guards.py:\d+; .*into a module",
+        TraceError, match=r"\(bool\) that depends on the inputs and 'first' at .*test_guards.py:\d+; .*into a module"
     ):
         fxpipe.trace(Bare(), (positive(),))
 

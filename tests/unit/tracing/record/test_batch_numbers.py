@@ -124,12 +124,7 @@ def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
     assert traced.recorded_sizes == (2, 3, 4, 5, 6)
     x = torch.randn(8, T, 6)
     assert [n for n in range(1, 9) if is_graph_of(traced, [x[:n]])] == [2, 3, 4, 5, 6]
-    assert [n for n in range(3, 9) if holds_for_micro_batches(traced, [x[:n]], micro_batch_sizes(n, 2))] == [
-        3,
-        4,
-        5,
-        6,
-    ]
+    assert [n for n in range(3, 9) if holds_for_micro_batches(traced, [x[:n]], micro_batch_sizes(n, 2))] == [3, 4, 5, 6]
 
 
 def test_what_depends_on_a_size_that_was_not_recorded():
