@@ -1295,7 +1295,7 @@ TRACING = (
         "attacks/test_reused_tensors.py::test_micro_batches_that_are_filled_again_are_refused",
     ),
     Mutant(
-        "tracing/record/random_recorder.py",
+        "tracing/record/recorder.py",
         "if seed != self._seed_of_generator or start in self._draw_starts:",
         "if start in self._draw_starts:",
         "attacks/test_seeded_forward.py::test_a_forward_that_seeds_is_refused_with_its_line",

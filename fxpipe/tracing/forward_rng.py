@@ -84,6 +84,31 @@ class DrawFromStream(TorchFunctionMode):
         return result
 
 
+def python_draws(
+    is_elsewhere: Callable[[], bool], result_of: Callable[[torch.Tensor], Any]
+) -> list[tuple[Any, str, Any]]:
+    """Returns replacements of functions of Python and numpy that draw one number: (module, name, function).
+
+    They draw with torch, and return `result_of` the number. `is_elsewhere`: whether Python's function draws instead.
+    """
+
+    def draw(low: Any = 0.0, high: Any = 1.0) -> Any:
+        return low + (high - low) * torch.rand((), dtype=torch.float64)
+
+    def patched(home: Any, name: str, most: int) -> tuple[Any, str, Any]:
+        plain = getattr(home, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_one = len(args) <= most and kwargs.keys() <= {"low", "high"} and not is_elsewhere()
+            return result_of(draw(*args, **kwargs)) if is_one else plain(*args, **kwargs)
+
+        return home, name, call
+
+    library = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    of_numpy = [patched(library, name, most) for name, most in (("rand", 0), ("random", 0), ("uniform", 2)) if library]
+    return [patched(random, "random", 0), patched(random, "uniform", 2), *of_numpy]
+
+
 def generator_states() -> list[Any]:
     if is_faked():
         return [fake_draw_count()]

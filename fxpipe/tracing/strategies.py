@@ -27,7 +27,7 @@ from fxpipe.tracing.guards import expectations_of, refuse_unguardable
 from fxpipe.tracing.imported_graph import trace_by_function
 from fxpipe.tracing.record.batch_numbers import record_with_batch_numbers
 from fxpipe.tracing.record.cut_marker import refuse_missed_marks
-from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
+from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON
 from fxpipe.tracing.record.record_model import record
 from fxpipe.tracing.record.size_recorder import Disguise
 from fxpipe.tracing.record.small_batch import record_small_batch

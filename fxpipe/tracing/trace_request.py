@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.tracing.dynamic_sizes import DynamicDims
-from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
+from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.utils.units import with_article
 

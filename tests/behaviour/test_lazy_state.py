@@ -20,8 +20,8 @@ class Model(nn.Module):
         for name, value in held.items():
             self.register_buffer(name, value) if isinstance(value, torch.Tensor) else setattr(self, name, value)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(self, x)
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self, *inputs)
 
 
 def _attribute(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -310,18 +310,13 @@ def test_a_buffer_that_gets_its_shape_from_weights_is_made_without_a_call_by_han
 def test_a_first_call_that_writes_something_else_to_its_input_is_refused():
     """Its output is that of later calls: only the input that it has written to tells."""
 
-    class Remembers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin, self.previous = nn.Linear(4, 4), None
+    def forward(m, x, state):
+        h = m.first(x)
+        state.copy_(h.detach() if m.previous is None else h.detach() + m.previous)
+        m.previous = h.detach().mean(0)
+        return h
 
-        def forward(self, x, state):
-            h = self.lin(x)
-            state.copy_(h.detach() if self.previous is None else h.detach() + self.previous)
-            self.previous = h.detach().mean(0)
-            return h
-
-    model, inputs = Remembers(), (torch.randn(6, 4), torch.zeros(6, 4))
+    model, inputs = Model(forward, previous=None), (torch.randn(6, 4), torch.zeros(6, 4))
     with pytest.raises(TraceError, match=r"makes 'previous' when it is first called.*call the model once"):
         fxpipe.trace(model, inputs)
     assert model.previous is None

@@ -44,7 +44,7 @@ MECHANISMS = (
     ),
     *_group(
         "Python that runs in every step",
-        ("modules", "tracing.record.leaf_module.call_leaf_module"),
+        ("modules", "tracing.record.opaque_call.call_leaf_module"),
         ("functions", "tracing.record.opaque_call.leaf.call", "@fxpipe.leaf"),
         ("hooks of modules", "tracing.record.opaque_call.call_hook"),
         ("vmap", "tracing.record.patches.patch_for_recording.vmap"),

@@ -42,9 +42,8 @@ from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import StateError
 from fxpipe.tracing.model_state import Slot, preserve_state, slots_of, without_gradients
 from fxpipe.tracing.node_info import info, opaque_call_of, update_info
-from fxpipe.tracing.record.leaf_module import replica_of
 from fxpipe.tracing.record.module_hooks import forward_of
-from fxpipe.tracing.record.opaque_call import OpaqueStateError, call_opaque
+from fxpipe.tracing.record.opaque_call import OpaqueStateError, call_opaque, replica_of
 from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.source_lines import line_of_function

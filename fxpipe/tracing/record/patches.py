@@ -27,11 +27,11 @@ from fxpipe._torch.autograd_functions import Apply, FunctionClass, has_context, 
 from fxpipe._torch.functorch import intercept_vmap, is_in_functorch_transform
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, hook_stores
 from fxpipe._torch.thread_state import ThreadState
+from fxpipe.tracing.forward_rng import python_draws
 from fxpipe.tracing.node_info import RandomDraws, update_info
 from fxpipe.tracing.record.graph_break import call_with_graph_break
-from fxpipe.tracing.record.leaf_module import call_leaf_module
 from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
-from fxpipe.tracing.record.opaque_call import active, call_function, call_hook
+from fxpipe.tracing.record.opaque_call import active, call_function, call_hook, call_leaf_module
 from fxpipe.tracing.record.recorded_sizes import unwrap_sizes
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.tensors import tensors_in
@@ -114,7 +114,9 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         return method
 
     storage: Any = torch.UntypedStorage
+    draws = python_draws(is_elsewhere, lambda number: number) if recorder.options.draws_for_python else []
     patches: list[tuple[Any, str, Any]] = [
+        *draws,
         (builtins, "len", _length),
         (storage, "nbytes", told_of(storage.nbytes)),
         (storage, "__len__", told_of(storage.__len__)),
@@ -124,7 +126,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
     ]
     try:
         with (
-            _replaced(patches),
+            replaced(patches),
             intercept_vmap(vmap),
             intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)),
             recorder.python_reads.follow(is_elsewhere),
@@ -136,7 +138,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+def replaced(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     """A block in which attributes (owner, name) have these values. Blocks can be nested."""
     own = [vars(owner).get(name) for owner, name, _ in patches]  # None: inherited
     try:
@@ -275,5 +277,5 @@ def compile_mode() -> Iterator[None]:
         return threading.get_ident() == here or original()
 
     compiler = torch.compiler
-    with _replaced([(compiler, name, functools.partial(answer, getattr(compiler, name))) for name in _QUESTIONS]):
+    with replaced([(compiler, name, functools.partial(answer, getattr(compiler, name))) for name in _QUESTIONS]):
         yield

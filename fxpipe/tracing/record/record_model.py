@@ -118,7 +118,9 @@ def record(
             try:
                 return _record_once(recorder, args, kwargs, run)
             except TraceError:
-                if not recorder.writes_frozen:
+                if "" in recorder.random.python_modules and not (run or options.draws_for_python):
+                    options = replace(options, draws_for_python=True)
+                elif not recorder.writes_frozen:
                     raise
                 return attempt()
             except Exception:

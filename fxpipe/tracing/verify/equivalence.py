@@ -21,7 +21,7 @@ from fxpipe._torch.functions import opname
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, is_hooks_error
 from fxpipe.errors import DecisionError, TraceError
 from fxpipe.tracing.dynamic_sizes import SizeCondition
-from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream
+from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream, python_draws
 from fxpipe.tracing.guards import expectations_of
 from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
 from fxpipe.tracing.model_state import (
@@ -35,6 +35,7 @@ from fxpipe.tracing.model_state import (
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record import module_hooks as hooks
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
+from fxpipe.tracing.record.patches import replaced
 from fxpipe.tracing.tensors import detached, storage_of
 from fxpipe.tracing.traced import Traced, as_given, runs_python
 from fxpipe.tracing.verify.effects import Effects, GraphRun, ObservedEffects, RunResult, effects_of, observe_run
@@ -279,7 +280,9 @@ def call_model(traced: Traced, inputs: Sequence[Any], size_note: str = "") -> tu
     """
     copies = as_given(traced.leaves, map(writable_copy, inputs))
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
-    with DrawFromStream(DrawStream(traced.seed), traced.draws_from_stream):
+    options = traced.recording_options
+    draws = python_draws(lambda: False, torch.Tensor.item) if options and options.draws_for_python else []
+    with DrawFromStream(DrawStream(traced.seed), traced.draws_from_stream), replaced(draws):
         result = hooks.run_model(traced.model, args, kwargs)
     if changed := changed_input_item(traced.model, (args, kwargs), traced.leaves, copies, traced.in_spec):
         raise changed_container_error(changed)
