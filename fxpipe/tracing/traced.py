@@ -100,6 +100,7 @@ class RecordingOptions:
     graph_breaks: Mapping[str, GraphBreak] = field(default_factory=dict)
     in_compile_mode: bool = False  # libraries take their general code paths
     hashes_sizes: bool = False  # sizes can be keys of a dict
+    records_hooks: bool = False  # hooks that are methods of modules are recorded like lines of forward
     draws_for_python: bool = False  # torch draws the numbers that forward draws with Python or numpy
 
 

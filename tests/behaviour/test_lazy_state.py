@@ -115,9 +115,7 @@ def test_it_is_made_without_a_call_by_hand(name: str) -> None:
             x = torch.randn(6, 4)
             torch.testing.assert_close(pipe.eval()(x).cpu(), twin.eval()(x))
             torch.testing.assert_close(pipe(x).cpu(), twin(x))
-        for key, value in twin.__dict__.items():
-            if isinstance(value, (int, float, tuple)):
-                assert model.__dict__[key] == value
+        assert all(getattr(model, k) == v for k, v in twin.__dict__.items() if isinstance(v, (int, float, tuple)))
 
 
 def _first_statistics(m: Any, x: torch.Tensor) -> torch.Tensor:

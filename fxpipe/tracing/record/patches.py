@@ -229,9 +229,11 @@ def _run_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kw
         _refuse_backward_hooks(recorder, module)
 
         def call_one(hook: Any, arguments: tuple[Any, ...]) -> Any:
-            return (
-                hook(module, *arguments) if is_computation_hook(hook) else call_hook(recorder, module, hook, arguments)
-            )
+            is_of_model = recorder.options.records_hooks and id(getattr(hook, "__self__", None)) in recorder.paths
+            if is_computation_hook(hook) or is_of_model:
+                return hook(module, *arguments)
+            recorder.has_hooks = True
+            return call_hook(recorder, module, hook, arguments)
 
         return run_with_hooks(module, forward, call_one, args, kwargs)
     except BaseException:

@@ -110,16 +110,21 @@ def record(
     """
     refuse_model(model)
     with progress("recording", None) as step, compile_mode() if options.in_compile_mode else contextlib.nullcontext():
+        has_hooks = False
 
         def attempt() -> tuple[Traced, list[_UnknownTensor]]:
-            nonlocal options
+            nonlocal options, has_hooks
             recorder = Recorder(model, options, held, seed, step)
             recorder.sizes.disguised = disguised
             try:
-                return _record_once(recorder, args, kwargs, run)
+                result = _record_once(recorder, args, kwargs, run)
+                has_hooks |= recorder.has_hooks
+                return result
             except TraceError:
                 if "" in recorder.random.python_modules and not (run or options.draws_for_python):
                     options = replace(options, draws_for_python=True)
+                elif recorder.uses_unknown and recorder.has_hooks and not options.records_hooks:
+                    options = replace(options, records_hooks=True)  # a hook may have made the tensor
                 elif not recorder.writes_frozen:
                     raise
                 return attempt()
@@ -132,6 +137,9 @@ def record(
         traced, constants = attempt()
         if constants:
             for (tensor, error), (other, _) in zip(constants, attempt()[1], strict=True):
+                if tensor is not other and has_hooks and not options.records_hooks:  # a hook may have made it
+                    options = replace(options, records_hooks=True)
+                    return record(model, args, kwargs, options, seed, disguised, run, held)
                 if tensor is not other:
                     raise error
         return replace(traced, recording_options=options)

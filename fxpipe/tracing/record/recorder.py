@@ -197,6 +197,7 @@ class Recorder(TorchFunctionMode):
         self.first_text: tuple[str, str, int] | None = None
         # True if forward has read which tensors require grad, or may write to those that do not.
         self.asks_for_gradients = not all(map(is_fixed, model.parameters()))
+        self.has_hooks = self.uses_unknown = False  # True if a hook ran as a node; if forward used an unknown tensor
         self.writes_frozen = False  # True if forward writes to a frozen parameter, which only another recording can do
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that are not attributes of a module
         self.unknown_tensors: list[
@@ -288,6 +289,7 @@ class Recorder(TorchFunctionMode):
 
     def _constant_name(self, tensor: torch.Tensor) -> str:
         """Returns a name for a tensor that neither the graph nor the model created."""
+        self.uses_unknown = True
         if isinstance(tensor, nn.Parameter):
             raise self.refuse("makes a parameter or a module in forward", "make it in __init__", whole=False)
         what = f"({tuple(tensor.shape)}, {tensor.dtype})"

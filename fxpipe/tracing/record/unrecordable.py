@@ -148,7 +148,7 @@ def refusal_of_call(
             False,
         )
     if name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
-        return "runs autograd inside forward", "do so outside forward", True
+        return "runs autograd inside forward", f"do so outside forward{OPAQUE_REMEDY}", True
     if name == "_pack_padded_sequence":
         return "packs a sequence, whose sizes depend on lengths", "use padded tensors and a mask", True
     if is_in_functorch_transform():

@@ -55,21 +55,9 @@ def _doubled(module, args, output):
     return output * 2
 
 
-def _shifted(module, args):
-    return args[0] + 1
-
-
-def _in_a_tuple(module, args):
-    return (args[0] * 3,)
-
-
 def _by_kwargs(module, args, kwargs, output):
     assert kwargs["scale"] == 2.0
     return output + args[0] * kwargs["scale"]
-
-
-def _new_kwargs(module, args, kwargs):
-    return args, kwargs | {"scale": 5.0}
 
 
 def _in_place(module, args, output):
@@ -85,26 +73,22 @@ def _by_value(module, args, output):
     return output * 3 if output.abs().max() < 1e9 else output
 
 
-def _of_module(module, args, output):
-    return output * module.lin.weight.sum() + module.lin.bias
-
-
 HOOKS: dict[str, Any] = {
     "forward": lambda m: m.block.register_forward_hook(_doubled),
     "two": lambda m: (m.block.register_forward_hook(_doubled), m.block.register_forward_hook(_in_place)),
     "prepended": lambda m: (
         m.block.register_forward_hook(_doubled), m.block.register_forward_hook(_no_gradients, prepend=True)
     ),
-    "pre": lambda m: m.block.register_forward_pre_hook(_shifted),
-    "pre, a tuple": lambda m: m.block.register_forward_pre_hook(_in_a_tuple),
+    "pre": lambda m: m.block.register_forward_pre_hook(lambda m, a: a[0] + 1),
+    "pre, a tuple": lambda m: m.block.register_forward_pre_hook(lambda m, a: (a[0] * 3,)),
     "kwargs": lambda m: m.block.register_forward_hook(_by_kwargs, with_kwargs=True),
-    "pre, kwargs": lambda m: m.block.register_forward_pre_hook(_new_kwargs, with_kwargs=True),
+    "pre, kwargs": lambda m: m.block.register_forward_pre_hook(lambda m, a, k: (a, {"scale": 5.0}), with_kwargs=True),
     "in place": lambda m: m.block.register_forward_hook(_in_place),
     "on a function": lambda m: m.block.lin.register_forward_hook(_doubled),
     "without gradients": lambda m: m.last.register_forward_hook(lambda m, a, y: _no_gradients(m, a, y) + y),
     "by value": lambda m: m.block.register_forward_hook(_by_value),
     "partial": lambda m: m.block.register_forward_hook(functools.partial(lambda k, m, a, y: y * k, 4)),
-    "of the module": lambda m: m.block.register_forward_hook(_of_module),
+    "of the module": lambda m: m.block.register_forward_hook(lambda m, a, y: y * m.lin.weight.sum() + m.lin.bias),
     "always": lambda m: m.block.register_forward_hook(_doubled, always_call=True),
     "backward": lambda m: m.block.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
     "backward pre": lambda m: m.block.register_full_backward_pre_hook(lambda m, go: (go[0] * 3,)),
@@ -124,6 +108,25 @@ def test_hooks_inside(name, mode):
             assert_step(pipe, plain, x(batch))
             assert_step(pipe, plain, x(batch), one_pass=True)
         assert bool(pipe.plan.why) == (name in ("of the module", "backward", "backward pre", "backward and forward"))
+
+
+def test_a_module_goes_on_with_what_its_own_hook_keeps():
+    class Keeps(Block):
+        def keep(self, module, args, output):
+            self.kept[args[0].device] = output.flatten(1)
+
+        def forward(self, x, *, scale=1.0):
+            self.lin(x)
+            return self.kept.pop(x.device).tanh() * scale
+
+    model = Model(Keeps())
+    model.block.kept = {}
+    model.block.lin.register_forward_hook(model.block.keep)
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        assert_step(pipe, plain, x())
+        with torch.no_grad():
+            torch.testing.assert_close(pipe.eval()(given := x(5)), plain.eval()(given))
 
 
 def test_a_hook_that_observes_runs_for_each_micro_batch_on_its_stage():
