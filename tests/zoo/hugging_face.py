@@ -178,8 +178,8 @@ def _spectra() -> Call:
 
 _add("whisper", "WhisperConfig", "WhisperModel", _spectra, _WHISPER)
 _add("wav2vec2", "Wav2Vec2Config", "Wav2Vec2Model", _sounds, _WAV2VEC2)
-# Spans of time are masked by numbers of numpy's; there is one place for a span that is as long as the sound.
-_add("wav2vec2_masked", "Wav2Vec2Config", "Wav2Vec2ForCTC", _sounds, _WAV2VEC2 | {"mask_time_prob": 0.5, "mask_time_length": 49}, has_one_size=True)  # fmt: skip  # noqa: E501
+# Spans of time are masked by numbers of numpy's (one place for a span as long as the sound), behind hooks on modules.
+_add("wav2vec2_masked", "Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", _sounds, _WAV2VEC2 | {"mask_time_prob": 0.5, "mask_time_length": 49, "classifier_proj_size": 512}, has_one_size=True)  # fmt: skip  # noqa: E501
 _add("hubert", "HubertConfig", "HubertModel", _sounds, _WAV2VEC2)
 
 # -- pictures --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from zoo.ways import run
 
 LIBRARY = (
     "bert", "bert_padded", "bert_hidden_states", "albert", "gpt2", "llama", "llama_cache", "bart", "wav2vec2", "vit",
-    "segformer", "convnext",
+    "wav2vec2_masked", "segformer", "convnext",
 )  # fmt: skip
 NAMES = (*(entry.name for entry in OWN), *LIBRARY)
 

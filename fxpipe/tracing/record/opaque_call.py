@@ -23,7 +23,7 @@ from torch import fx, nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below, version_of
 from fxpipe._torch.functions import PLAIN_TYPES
-from fxpipe._torch.module_internals import MODULE_DICT_KEYS, is_compiled_module, original_module
+from fxpipe._torch.module_internals import MODULE_DICT_KEYS, hook_stores, is_compiled_module, original_module
 from fxpipe.errors import StateError
 from fxpipe.tracing.model_state import (
     Slot,
@@ -36,6 +36,7 @@ from fxpipe.tracing.model_state import (
 )
 from fxpipe.tracing.node_info import OpaqueCall, RandomDraws, info, opaque_call_of, update_info
 from fxpipe.tracing.record.host_arguments import HostArgumentConversion
+from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
 from fxpipe.tracing.record.recorded_sizes import RECORDED
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.record.unrecordable import CannotRecord
@@ -462,6 +463,7 @@ def replica_of(
                     mine.__dict__[key] = theirs.__dict__[key]
             stores = [slot.store(replica) for slot in slots]
             before = [(path, inner, dict(inner.__dict__)) for path, inner in replica.named_modules()]
+            hooks = [(store, {*store}) for inner in replica.modules() for store in hook_stores(inner)]
             kept = [store[slot.key] for slot, store in zip(slots, stores, strict=True)]
             try:
                 for slot, store, tensor in zip(slots, stores, values, strict=True):
@@ -476,6 +478,11 @@ def replica_of(
                     (path, key) for path, inner, attributes in before for key in _restore_attributes(inner, attributes)
                 ]
                 changed = [key for path, key in keys if (path, key) not in anew and path not in torchs]
+                changed = [key for key in changed if key not in COMPUTATION_ATTRIBUTES]
+                for hook_store, before_run in hooks:  # which the next run puts on again, since it lacks their mark
+                    for number in hook_store.keys() - before_run:
+                        if is_computation_hook(hook_store[number]):
+                            del hook_store[number]
             if changed:
                 raise OpaqueStateError(f"sets its attribute {changed[0]!r}")
             return result
