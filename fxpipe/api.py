@@ -131,8 +131,8 @@ def pipeline(
         tracer: "record" records what forward runs, with guards on values that it reads, and keeps modules opaque if
             needed. Or a function from the model to a `torch.fx.GraphModule`.
         in_dims: which dimension of each input holds the batch: an int, a tuple with an entry for each input, or a dict
-            by name; None for an input without a batch. Found automatically if it is dimension 0. Inputs, outputs and
-            target may have k consecutive rows for each sample (tiles of images, boxes).
+            by name; None for an input without a batch. Found by trying if it is dimension 0. Inputs, outputs and target
+            may have k consecutive rows for each sample (tiles of images, boxes).
         out_dims: how the outputs of micro-batches are combined, if that cannot be found: a dimension, None (equal in
             all), "mean", "sum", "stack"; one for all, a tree like the output, or a dict of some of its fields
             ({"loss": "sum"}). "mean" and "sum" alone are for all outputs without a dimension that holds the batch. It

@@ -28,10 +28,11 @@ from fxpipe.tracing.imported_graph import trace_by_function
 from fxpipe.tracing.record.batch_numbers import record_with_batch_numbers
 from fxpipe.tracing.record.cut_marker import refuse_missed_marks
 from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON
-from fxpipe.tracing.record.record_model import record
+from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.size_recorder import Disguise
 from fxpipe.tracing.record.small_batch import record_small_batch
 from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.shapes.input_dims import other_in_dims
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import GraphBreak, RecordingOptions, Traced
 from fxpipe.tracing.tracing_passes import run_passes
@@ -45,11 +46,24 @@ LARGE_NODE_SHARE = 0.5  # share of the parameters above which one node is too la
 def find_graph(request: TraceRequest) -> Traced:
     """Finds the first correct graph, of the mini-batch or else of its micro-batches.
 
-    If the mini-batch stays whole, a graph that can be split is still better: it is valid for other numbers of samples.
+    If the inputs disagree on the batch, it is tried which of them hold it. If the mini-batch stays whole, a graph that
+    can be split is still better: it is valid for other numbers of samples.
 
     Raises:
         TraceError: no graph was found; the message contains the reason and the remedy.
     """
+    try:
+        return _graph_of_parts(request)
+    except ArgumentError:
+        if request.is_whole or request.in_dims is not None or not request.is_compared:
+            raise
+        for in_dims in other_in_dims(input_leaves(request.model, request.args, request.kwargs)[0]):
+            with contextlib.suppress(ArgumentError, TraceError):
+                return _graph_of_parts(replace(request, in_dims=in_dims))
+        raise
+
+
+def _graph_of_parts(request: TraceRequest) -> Traced:
     try:
         return _graph_of_all_samples(replace(request, is_whole=False))
     except OtherMicroBatchesError as error:

@@ -1,4 +1,4 @@
-"""Inputs with several rows for each sample: tiles of images, boxes. `in_dims` says that they hold the batch."""
+"""Inputs with several rows for each sample: tiles of images, boxes. Whether they are cut is tried, or in `in_dims`."""
 
 import copy
 from typing import Any
@@ -74,7 +74,8 @@ def assert_steps(model: nn.Module, batches: list[tuple[int, int]], **options: An
     plain = copy.deepcopy(model)
     names = [name for name, _ in plain.named_parameters()]
     x, tiles = inputs_of(*batches[0])
-    with fxpipe.pipeline(model, workers(2), 2, in_dims=0, example_kwargs={"tiles": tiles, "x": x}, **options) as pipe:
+    options = {"in_dims": 0, "example_kwargs": {"tiles": tiles, "x": x}} | options
+    with fxpipe.pipeline(model, workers(2), 2, **options) as pipe:
         for samples, rows in batches:
             x, tiles = inputs_of(samples, rows)
             target = torch.randn(samples * rows, D)
@@ -106,6 +107,7 @@ BATCHES = [(4, 3), (5, 3), (6, 3), (1, 3)]
     ("kind", "options"),
     [
         pytest.param(Tiles, {}, marks=pytest.mark.anywhere),
+        pytest.param(Tiles, {"in_dims": None}, marks=pytest.mark.anywhere),
         pytest.param(Tiles, {"schedule": "zero_bubble", "checkpoint": "always"}, marks=pytest.mark.anywhere),
         (Tiles, {"schedule": "zero_bubble", "compile": {"backend": "eager"}}),
         pytest.param(Whole, {"leaf_modules": ["pool"]}, marks=pytest.mark.anywhere),
@@ -128,6 +130,18 @@ def test_a_number_of_samples_that_forward_takes_as_a_plain_number_is_right() -> 
 
 def test_other_numbers_of_rows_are_right() -> None:
     assert assert_steps(Tiles(), [(4, 3), (4, 2), (3, 6), (4, 3), (2, 1), (5, 2)]) == 4
+
+
+@pytest.mark.parametrize("rows", [8, 2, 3])
+def test_a_table_of_another_size_is_kept_whole(rows: int) -> None:
+    class Table(Tiles):
+        def forward(self, x: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.relu(self.sample(x))) @ self.rows(tiles).T
+
+    with fxpipe.pipeline(Table(), workers(2), 2, example_args=(torch.randn(4, D), torch.randn(rows, D))) as pipe:
+        for samples in (4, 7, 8):
+            x, table, target = torch.randn(samples, D), torch.randn(rows, D), torch.randn(samples, rows)
+            assert fxpipe.verify(pipe, x, table, target=target, loss_fn=F.mse_loss)
 
 
 @pytest.mark.anywhere
@@ -191,18 +205,8 @@ class OtherOrder(Tiles):
 @pytest.mark.parametrize(
     ("kind", "options", "rows", "message"),
     [
-        (
-            Tiles,
-            {"in_dims": 0},
-            11,
-            "tiles holds the batch, but its 11 rows are no whole number for each of the 4 samples",
-        ),
-        (
-            Tiles,
-            {},
-            12,
-            r"disagree on the batch size \(x: 4, tiles: 12\).* say with in_dims \(in_dims=0\) that one with",
-        ),
+        (Tiles, {"in_dims": 0}, 11, "tiles holds the batch, but its 11 rows are no whole number for each of the 4"),
+        (OtherOrder, {}, 12, r"disagree on the batch size \(x: 4, tiles: 12\).* say with in_dims \(in_dims=0\)"),
         (Tiles, {"in_dims": {"tiles": None}}, 12, "depends on the batch but has no dimension for it"),
         (OtherOrder, {"in_dims": 0}, 12, "samples act on each other at .*keep rows in the order of the samples"),
     ],

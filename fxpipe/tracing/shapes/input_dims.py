@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fxpipe.errors import ArgumentError
@@ -42,6 +43,21 @@ def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None
                 "differently; give a copy of one of them (x.clone())"
             )
     return [*dims] if in_dims is None else _with_rows(leaves, dims)
+
+
+def other_in_dims(leaves: Sequence[InputLeaf]) -> Iterator[dict[str, int | None]]:
+    """Yields `in_dims` to try if inputs of different sizes cannot all hold the batch, the most likely first.
+
+    The smallest input may hold the samples, and others several rows for each; or the inputs of the most frequent size
+    hold them, and each micro-batch takes all of the others (a table).
+    """
+    sizes = {leaf.head: [x.shape[:1] for x in leaves if x.is_tensor and x.head == leaf.head] for leaf in leaves}
+    counts = Counter(size for of_head in sizes.values() for shape in of_head for size in shape if size > 1)
+    if len(counts) > 1:
+        batch, (most, _) = min(counts), counts.most_common(1)[0]
+        multiples = {size for size in counts if size % batch == 0}
+        for holding in (multiples, {most}) if len(multiples) > 1 else ({most},):
+            yield {head: 0 if all(holding.issuperset(s) and s for s in held) else None for head, held in sizes.items()}
 
 
 def batch_sizes(leaves: Sequence[InputLeaf], dims: Sequence[int | None]) -> set[int]:
