@@ -185,7 +185,7 @@ RUNTIME = (
         "runtime/stage_updates.py",
         "for k in sorted(sharing) for action in back[k]",
         "for k in () for action in back[k]",
-        "unit/runtime/test_stage_updates.py::test_in_whatever_order_a_step_with_updates_has_the_same_bits",
+        "unit/runtime/test_stage_replicas.py::test_in_whatever_order_a_step_with_updates_has_the_same_bits",
     ),
     Mutant(
         "runtime/engine.py",
@@ -485,31 +485,31 @@ RUNTIME = (
         "runtime/loss_weighting_check.py",
         "    if math.inf in values:\n        return False\n",
         "",
-        "unit/runtime/test_loss_weighting_check.py::test_a_micro_batch_of_no_elements_that_counts_is_wrong",
+        "unit/runtime/test_losses.py::test_a_micro_batch_of_no_elements_that_counts_is_wrong",
     ),
     Mutant(
         "runtime/loss_weighting_check.py",
         "1e-5 if exact else 3e-2",
         "0.3 if exact else 3e-2",
-        "unit/runtime/test_loss_weighting_check.py::test_a_difference_of_a_thousandth_is_one",
+        "unit/runtime/test_losses.py::test_a_difference_of_a_thousandth_is_one",
     ),
     Mutant(
         "runtime/loss_weighting_check.py",
         "1e-5 if exact else 3e-2",
         "1e-5 if exact else 0.3",
-        "unit/runtime/test_loss_weighting_check.py::test_half_precision_has_fewer_digits",
+        "unit/runtime/test_losses.py::test_half_precision_has_fewer_digits",
     ),
     Mutant(
         "runtime/loss_weighting_check.py",
         "return gradient / count if count else math.inf",
         "return gradient * count if count else math.inf",
-        "unit/runtime/test_loss_weighting_check.py::test_elements_that_count_the_same_are_right",
+        "unit/runtime/test_losses.py::test_elements_that_count_the_same_are_right",
     ),
     Mutant(
         "runtime/loss_weighting_check.py",
         "todo.extend(reversed(node.next_functions))",
         "todo.extend(node.next_functions)",
-        "unit/runtime/test_loss_weighting_check.py::test_the_head_of_a_graph",
+        "unit/runtime/test_losses.py::test_the_head_of_a_graph",
     ),
     Mutant(
         "runtime/loss_weighting_check.py",
@@ -876,7 +876,7 @@ SIMULATION = (
         "simulation/events.py",
         "{kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}",
         "{kind: [time for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}",
-        "unit/planning/plans/test_retarget.py::test_each_action_has_it",
+        "unit/planning/plans/test_resized_plans.py::test_each_action_has_it",
     ),
     Mutant(
         "simulation/events.py",
@@ -1457,7 +1457,7 @@ TRACING = (
         "tracing/verify/sample_rows.py",
         "asked = {*own, batch, SAMPLES - 1, SAMPLES} - {1}",
         "asked = {*own, batch}",
-        "behaviour/test_batch_sizes_in_python.py::test_first_samples_are_right_or_refused_at_other_batch_sizes",
+        "behaviour/test_micro_batch_sizes.py::test_first_samples_are_right_or_refused_at_other_batch_sizes",
     ),
     Mutant(
         "rewriting/aliasing.py",
@@ -1661,13 +1661,13 @@ PROFILING = (
         "utils/polynomial_bound.py",
         "- (0 if above else 1)\n    if kind in _ROUNDED_DOWN",
         "- (1 if above else 0)\n    if kind in _ROUNDED_DOWN",
-        "unit/utils/test_polynomial_bound.py::test_what_is_no_polynomial_is_bounded_by_one",
+        "unit/utils/test_polynomial.py::test_what_is_no_polynomial_is_bounded_by_one",
     ),
     Mutant(
         "utils/polynomial_bound.py",
         "above == (number > 0))",
         "above)",
-        "unit/utils/test_polynomial_bound.py::test_what_is_no_polynomial_is_bounded_by_one",
+        "unit/utils/test_polynomial.py::test_what_is_no_polynomial_is_bounded_by_one",
     ),
     Mutant(
         "profiling/formulas.py",
@@ -1700,7 +1700,7 @@ PLANS = (
         "planning/plans/retarget.py",
         "    return fixed + (seconds - fixed) * times",
         "    return seconds * times",
-        "unit/planning/tuning/test_auto_chunks.py::test_a_tiny_first_mini_batch_does_not_bind_later_ones",
+        "unit/planning/tuning/test_tuner.py::test_a_tiny_first_mini_batch_does_not_bind_later_ones",
     ),
     Mutant(
         "planning/plans/retarget.py",
@@ -1746,13 +1746,13 @@ DISTRIBUTED = (
         "distributed/failures.py",
         'answer["name"]) if token in answer["tokens"] else None',
         'answer["name"])',
-        "unit/distributed/test_meeting_ranks.py",
+        "unit/distributed/test_bounded_store.py",
     ),
     Mutant(
         "distributed/failures.py",
         "if own.check(here):",
         "if own.check(here[:1]):",
-        "unit/distributed/test_meeting_ranks.py",
+        "unit/distributed/test_bounded_store.py",
     ),
     Mutant(
         "distributed/failures.py",
@@ -1889,7 +1889,7 @@ DISTRIBUTED = (
         "distributed/checkpoint_loading.py",
         "if strict and all_missing:",
         "if strict and missing:",
-        "unit/distributed/test_checkpoint_fit.py",
+        "unit/distributed/test_checkpoint_readers.py",
     ),
     Mutant(
         "distributed/packet_link.py",

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import oracle
 from helpers.delayed_updates import RULES, train_delayed
+from helpers.paths import ROOT, module_at
 from helpers.residual_blocks import WIDTH, Rows, Stumbling, assert_same, batches, blocks, momentum, sgd, train
 from torch import nn
 from torch.optim import lr_scheduler
@@ -614,3 +616,20 @@ def test_a_loss_that_is_no_sum_over_micro_batches_is_found_out(shared):
         with pytest.raises(LossError, match="it is no mean over samples"):
             list(stream)
         train(pipe, batches(2))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+def test_it_learns_as_synchronous_training_does(schedule, monkeypatch, capsys):
+    path = ROOT / "examples" / "pipedream.py"
+    example = module_at(path, "pipedream_example")
+    monkeypatch.setattr(sys, "argv", [str(path), "--devices", "cpu,cpu", "--schedule", schedule, "--steps", "60"])
+    example.main()
+    printed = capsys.readouterr().out
+    assert f"versions of the weights, by stage: [2, {1 if schedule == 'pipedream' else 2}]" in printed
+    table = printed.split("on unseen text")[0].splitlines()
+    rows = [line.split() for line in table if line.strip()[:1].isdigit()]
+    losses = [(float(streamed), float(synchronous)) for _, streamed, synchronous in rows]
+    assert len(losses) == 3
+    assert all(later[0] < earlier[0] for earlier, later in itertools.pairwise(losses))
+    assert losses[-1][0] < losses[0][1]
+    assert f"\n{schedule}: " in printed  # the record of its last mini-batches

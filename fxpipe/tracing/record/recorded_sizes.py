@@ -57,7 +57,7 @@ def length(tensor: torch.Tensor, dim: int) -> int:
     return tensor.size(dim)
 
 
-# No model of the zoo: `x.shape[0].bit_length()` needs it (behaviour/test_batch_sizes_in_python.py).
+# No model of the zoo: `x.shape[0].bit_length()` needs it (behaviour/test_micro_batch_sizes.py).
 def plain_number(size: int) -> int:
     """Returns a number that is used untracked: the bits of a size, its text, a value in a closure."""
     return size

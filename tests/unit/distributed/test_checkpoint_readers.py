@@ -1,4 +1,4 @@
-"""What is no checkpoint, or cannot be read here, is an error that says what is accepted."""
+"""What is no checkpoint, cannot be read, or lacks what one rank needs is an error that says what is accepted."""
 
 import importlib.util
 import json
@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fxpipe.distributed.checkpoint_loading import _check_fit
 from fxpipe.distributed.checkpoint_readers import open_checkpoint
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 
@@ -66,3 +67,37 @@ def test_without_the_package_the_error_names_it(tmp_path, monkeypatch):
     )
     with pytest.raises(StateError, match="the package safetensors is needed, which is not installed: pip install"):
         open_checkpoint(tmp_path / "a.safetensors")
+
+
+class Reader:
+    keys = frozenset({"first.weight"})
+
+    def shape_of(self, key):
+        return (2, 3)
+
+
+class State:
+    """As of the first of two ranks; the second one has told `other`."""
+
+    def __init__(self, other):
+        self.other, self.group = other, self
+
+    def gather(self, value, what):
+        return [value, self.other]
+
+
+def check(other, strict=True):
+    entries, keys = {"first.weight": torch.zeros(2, 3)}, ["first.weight", "last.weight"]
+    _check_fit(State(other), Reader(), entries, keys, "", "saved", strict)
+
+
+def test_what_another_rank_misses_is_told_here():
+    check(((), ()))
+    with pytest.raises(ArgumentError, match=r"'saved' does not fit the model: it lacks .*last\.weight"):
+        check((("last.weight",), ()))
+    check((("last.weight",), ()), strict=False)
+
+
+def test_a_shape_that_another_rank_has_is_told_here():
+    with pytest.raises(ArgumentError, match=r"shapes differ: 'last\.weight' \(\[4\]"):
+        check(((), ("'last.weight' ([4], in the model [5])",)), strict=False)

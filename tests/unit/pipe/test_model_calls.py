@@ -1,4 +1,4 @@
-"""The forms of a micro-batch that `forward_backward(micro_batches=...)` takes, and what it says of others."""
+"""The forms of a micro-batch that `forward_backward(micro_batches=...)` takes, and the graphs that inputs select."""
 
 import itertools
 from collections import UserDict, namedtuple
@@ -9,6 +9,7 @@ import torch
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.pipe.model_calls import MOST_MICRO_BATCHES, ModelCall, parse_micro_batches
+from fxpipe.pipe.programs import GraphInputs
 
 X, M, T = torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2)
 
@@ -73,3 +74,23 @@ def test_what_is_no_iterable_of_micro_batches_is_refused(micro_batches: Any, kin
 def test_an_iterator_without_end_is_refused() -> None:
     with pytest.raises(ArgumentError, match=f"goes on after {MOST_MICRO_BATCHES} of them; .*islice"):
         parse_micro_batches(itertools.repeat(X))
+
+
+class Graph:
+    key = "key"
+
+    def __init__(self, is_of_model):
+        self.is_of_model = is_of_model
+
+    def holds_for_model(self):
+        return self.is_of_model
+
+    def holds_for_values(self, *given):
+        return True
+
+
+def test_an_answer_does_not_outlive_its_graph():
+    """Python puts the next object where a dropped one was, with its id."""
+    inputs = GraphInputs(ModelCall((), {}, ()), (), "key", 0, {})
+    wanted = [False, True] * 4
+    assert [inputs.match(Graph(is_of_model)) for is_of_model in wanted] == wanted

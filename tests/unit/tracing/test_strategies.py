@@ -1,4 +1,4 @@
-"""Which way leads to the graph, and that the pipeline is the model whichever it was."""
+"""Which strategy leads to the graph, that the pipeline is the model with each, and which tracers are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe import trace
-from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 
 # -- what the user keeps whole ---------------------------------------------------------------------------------------
 
@@ -264,3 +264,23 @@ def test_a_module_kept_whole_that_holds_most_of_the_model_is_warned_of_once() ->
 def test_a_leaf_function_around_what_draws_makes_the_graph_finer() -> None:
     plan = fxpipe.plan(Speech(fxpipe.leaf(drawn)), 2, example_args=(x(),), chunks=2, hardware="cpu")
     assert not plan.whole
+
+
+@pytest.mark.parametrize(
+    ("tracer", "error", "said"),
+    [
+        ("export", ArgumentError, "tracer='export' is unknown"),
+        ("fx", ArgumentError, "tracer='fx' is unknown"),
+        ("auto", ArgumentError, "tracer='auto' is unknown"),
+        (3, ArgumentTypeError, "tracer is an int"),
+        (fx.Tracer, ArgumentTypeError, "tracer is a torch.fx.Tracer"),
+        (fx.Tracer(), ArgumentTypeError, "tracer is a torch.fx.Tracer"),
+    ],
+)
+def test_another_tracer_is_refused_with_what_there_is(tracer, error, said):
+    with pytest.raises(error) as caught:
+        trace(nn.Linear(6, 6), (x(),), tracer=tracer)
+    accepted = "accepted are 'record' and a function from the model to a torch.fx.GraphModule (torch.fx.symbolic_trace"
+    assert str(caught.value).startswith(f"{said}; {accepted}")
+    remedy = "make a function of it: lambda m" if "Tracer" in said else "leave it out to "
+    assert remedy in str(caught.value)

@@ -1,19 +1,22 @@
-"""Polynomials in sizes: values, sums and products, what they print, files, and those through what was counted."""
+"""Polynomials in sizes: values, sums, products, text, files, fits through counts, and bounds of sympy expressions."""
 
 import doctest
 import json
 import math
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import pytest
 import sympy
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._sympy.functions import FloorDiv
 
 import fxpipe.utils.polynomial
 from fxpipe.errors import ArgumentError
 from fxpipe.utils.polynomial import ZERO, Polynomial, fit_counts, polynomial_through
+from fxpipe.utils.polynomial_bound import polynomial_bound
 
 numbers = st.one_of(st.integers(-(10**20), 10**20), st.fractions(max_denominator=10**6))
 in_b = st.lists(numbers, max_size=6).map(lambda coefficients: Polynomial.in_b(*coefficients))
@@ -143,3 +146,71 @@ def test_what_is_no_polynomial_is_right_where_it_was_counted(counted: tuple[tupl
 def test_examples_in_the_text_are_true() -> None:
     assert doctest.testmod(fxpipe.utils.polynomial).attempted > 0
     assert doctest.testmod(fxpipe.utils.polynomial).failed == 0
+
+
+b, s = (sympy.Symbol(name, integer=True, positive=True) for name in "bs")
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        (sympy.Integer(0), ()),
+        (100352 * b + 64, (64, 100352)),
+        (4 * b * (b - 1), (0, -4, 4)),
+        (b / 2, (0, Fraction(1, 2))),
+        (sympy.Float(0.5) * b, (0, Fraction(1, 2))),
+    ],
+)
+def test_a_polynomial_keeps_its_coefficients(expression, expected):
+    assert polynomial_bound(expression, b) == Polynomial.in_b(*expected)
+
+
+ROUNDED = [
+    sympy.floor(b / 2),
+    4 * b - 2 * sympy.floor(b / 3),
+    sympy.ceiling(b / 3) * 8,
+    12 * FloorDiv(b + 1, 2) + 7,
+    b * FloorDiv(b, 2),
+    sympy.floor(b / 3) ** 2,
+    sympy.Max(b, 4) * 8,
+    sympy.Min(b, 100),
+    64 - sympy.Min(b, 4) + b,
+    sympy.Mod(b, 3) * 4,
+    9 - sympy.Mod(b, 3) * 4,
+]
+
+
+@pytest.mark.parametrize("expression", ROUNDED, ids=str)
+def test_what_is_no_polynomial_is_bounded_by_one(expression):
+    bound = polynomial_bound(expression, b)
+    for size in range(1, 200):
+        exact, kept = expression.subs(b, size), bound(size)
+        assert exact <= kept
+        assert kept <= 4 * exact + 100 * size  # near enough to be of use
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        100352 * b * s,
+        4 * b * s**2 + 64,
+        8 * b * sympy.ceiling(s / 16),
+        12 * FloorDiv(b * s, 2) - b,
+        sympy.Max(b, s) * 8,
+    ],
+    ids=str,
+)
+def test_a_formula_in_several_sizes_is_bounded_at_all_of_them(expression):
+    bound = polynomial_bound(expression, b, s)
+    for samples, length in product(range(1, 20), range(1, 40, 3)):
+        exact, kept = expression.subs({b: samples, s: length}), bound(samples, s=length)
+        assert exact <= kept
+        assert expression.is_polynomial(b, s) <= (exact == kept)
+
+
+@pytest.mark.parametrize(
+    "expression", [1 / b, sympy.sqrt(b), b * sympy.Symbol("u0"), b**30, sympy.nan, sympy.oo, (b - 3) * FloorDiv(b, 2)]
+)
+def test_a_formula_without_a_bound_is_refused(expression):
+    with pytest.raises(ArgumentError, match="cannot be saved"):
+        polynomial_bound(expression, b)

@@ -1,4 +1,4 @@
-"""What a plan notes about its cut beside the figures of stages: portals, tied parameters, modules kept whole."""
+"""What a plan notes about its cut next to the figures of stages, and the cost of an action besides its operations."""
 
 import inspect
 from dataclasses import replace
@@ -11,7 +11,10 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.planning.plans import HeaviestNode, Portal, StageBytes, TiedParameter
-from fxpipe.planning.plans.retarget import resize_plan
+from fxpipe.planning.plans.host_time import ACTION_SECONDS
+from fxpipe.planning.plans.retarget import action_seconds, resize_plan
+from fxpipe.scheduling import ActionKind, make_schedule
+from fxpipe.simulation import StageCost, simulate_schedule
 from fxpipe.utils.polynomial import Polynomial
 
 
@@ -129,3 +132,39 @@ def test_a_stage_that_recomputes_all_but_the_last_micro_batch_recomputes() -> No
     plan = skipping()
     modes = {mode: replace(plan, checkpoint=mode).recomputes(0) for mode in ("never", "except_last", "always")}
     assert modes == {"never": False, "except_last": True, "always": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "seconds"), [("cpu", ACTION_SECONDS), ("cpu:0", ACTION_SECONDS), ("cuda", 0.0), ("cuda:1", 0.0)]
+)
+def test_the_host_is_waited_for_on_the_cpu_only(device: str, seconds: float) -> None:
+    assert action_seconds(device) == seconds
+
+
+def test_each_action_has_it() -> None:
+    cost = StageCost(forward=4, backward=8, weight=3, recompute=2, update=7, action=1)
+    spans = [
+        *simulate_schedule(make_schedule("zero_bubble", 2, 4), [cost] * 2).spans,
+        *simulate_schedule(make_schedule("1f1b", 2, 4, "always"), [cost] * 2).spans,
+    ]
+    found = {kind: {span.seconds for span in spans if span.action.kind is kind} for kind in ActionKind}
+    assert found[ActionKind.FORWARD] == {5}
+    assert found[ActionKind.RECOMPUTE] == {3}
+    assert found[ActionKind.WEIGHT] == {4}
+    assert found[ActionKind.BACKWARD] == {6, 9}  # without W, and with it
+
+
+def test_a_plan_has_it_where_its_stages_run() -> None:
+    x = torch.randn(8, 4)
+    plan = fxpipe.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, example_args=(x,), chunks=2, hardware="cpu")
+    assert [stage.action_seconds for stage in plan.stages] == [ACTION_SECONDS] * 2
+    assert [cost.action for cost in plan.costs()[0]] == [ACTION_SECONDS] * 2
+    assert [stage.action_seconds for stage in resize_plan(plan, 1).stages] == [ACTION_SECONDS] * 2
+
+
+def test_on_gpus_it_has_none() -> None:
+    x = torch.randn(8, 4)
+    plan = fxpipe.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, example_args=(x,), chunks=2, hardware="cpu")
+    simulated = {name: fxpipe.simulate(plan, hardware=name) for name in ("cpu", "h100")}
+    assert [cost.action for cost in simulated["cpu"].stages] == [ACTION_SECONDS] * 2
+    assert [cost.action for cost in simulated["h100"].stages] == [0.0] * 2
