@@ -807,7 +807,7 @@ SIMULATION = (
         "simulation/reductions.py",
         "        free = end\n",
         "        free = 0.0\n",
-        "unit/simulation/test_reductions.py::test_stages_on_one_device_reduce_one_after_the_other",
+        "unit/simulation/test_simulate_schedule.py::test_stages_on_one_device_reduce_one_after_the_other",
     ),
     Mutant(
         "planning/describe_cut.py",
@@ -1895,7 +1895,7 @@ DISTRIBUTED = (
         "distributed/packet_link.py",
         "maker = coming.popleft()",
         "maker = needed[0]",
-        "unit/distributed/test_packet_link.py",
+        "unit/distributed/test_packets.py",
     ),
     Mutant(
         "distributed/gradient_reduction.py",

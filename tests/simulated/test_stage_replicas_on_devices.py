@@ -15,7 +15,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.optim import StageOptimizer
 
 pytestmark = pytest.mark.simulated
-PLACES = {
+REPLICA_PLACES = {
     "2-1": (("sim:0", "sim:1"), ("sim:2",)),
     "1-2": (("sim:0",), ("sim:1", "sim:2")),
     "3-1": (("sim:3", "sim:1", "sim:2"), ("sim:0",)),
@@ -41,7 +41,7 @@ class Net(nn.Module):
         return self.c(torch.tanh(x) + first)
 
 
-def replicated(model, places, chunks=4, balance=("b",), **options):
+def replicas_of(model, places, chunks=4, balance=("b",), **options):
     balance = list(balance) if len(places) > 1 else "auto"
     firsts = [own[0] for own in places]
     plan = fxpipe.plan(model, devices=firsts, example_args=(torch.randn(8, 6),), balance=balance, progress=False)
@@ -69,12 +69,12 @@ def contrast(outputs, t):
     return F.cross_entropy(outputs @ t.T, torch.arange(len(t), device=t.device))
 
 
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("places", REPLICA_PLACES)
 def test_a_loss_of_all_samples_waits_for_all_replicas(places):
     torch.manual_seed(7)
     plain = Net()
     model = copy.deepcopy(plain)
-    with closing(replicated(model, PLACES[places])) as pipe:
+    with closing(replicas_of(model, REPLICA_PLACES[places])) as pipe:
         for k in range(3):
             x, t = torch.randn(12 - k, 6), torch.randn(12 - k, 6)
             loss, outputs = pipe.forward_backward(x, target=t, loss_fn=contrast, reduction="batch", return_outputs=True)
@@ -86,25 +86,27 @@ def test_a_loss_of_all_samples_waits_for_all_replicas(places):
             assert_same(model, plain)
 
 
-@pytest.mark.parametrize(("places", "schedule"), each_once(PLACES, ("gpipe", "1f1b", "zero_bubble")))
+@pytest.mark.parametrize(("places", "schedule"), each_once(REPLICA_PLACES, ("gpipe", "1f1b", "zero_bubble")))
 def test_steps_come_to_the_weights_of_the_plain_model(places, schedule):
     torch.manual_seed(7)
     plain = Net()
     model = copy.deepcopy(plain)
-    with closing(replicated(model, PLACES[places], schedule=schedule)) as pipe:
+    with closing(replicas_of(model, REPLICA_PLACES[places], schedule=schedule)) as pipe:
         optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (pipe, plain)]
         for k in range(3):
             x, t = torch.randn(12 - k, 6), torch.randn(12 - k, 6)
             loss, outputs = pipe.forward_backward(x, target=t, loss_fn=F.mse_loss, return_outputs=True)
-            assert loss.device == outputs.device == torch.device(PLACES[places][-1][0])
+            assert loss.device == outputs.device == torch.device(REPLICA_PLACES[places][-1][0])
             plain_step(plain, x, t, 4)
             assert_same(model, plain)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        homes = {torch.device(own[0]) for own in PLACES[places]}
+        homes = {torch.device(own[0]) for own in REPLICA_PLACES[places]}
         assert {one.device for one in model.parameters()} == homes
-        assert {one.name for one in pipe.last_step.devices} == {device for own in PLACES[places] for device in own}
+        assert {one.name for one in pipe.last_step.devices} == {
+            device for own in REPLICA_PLACES[places] for device in own
+        }
 
 
 @pytest.mark.parametrize("places", ["2-1", "1-2"])
@@ -112,7 +114,7 @@ def test_the_drop_in_takes_outputs_from_replicas_and_hands_gradients_back(places
     torch.manual_seed(7)
     plain = Net()
     model = copy.deepcopy(plain)
-    with closing(replicated(model, PLACES[places], checkpoint="except_last")) as pipe:
+    with closing(replicas_of(model, REPLICA_PLACES[places], checkpoint="except_last")) as pipe:
         for _ in range(2):
             x, t = torch.randn(8, 6, requires_grad=True), torch.randn(8, 6)
             again = x.detach().clone().requires_grad_()
@@ -130,7 +132,7 @@ def test_deferred_statistics_of_replicas_are_merged_where_the_buffers_are():
     model = copy.deepcopy(layers)
     places = (("sim:0", "sim:1", "sim:2"), ("sim:3",))
     with (
-        closing(replicated(model, places, balance=["2"], deferred_batch_norm=True)) as pipe,
+        closing(replicas_of(model, places, balance=["2"], deferred_batch_norm=True)) as pipe,
         fxpipe.pipeline(alone, ["cpu"], 4, deferred_batch_norm=True, progress=False) as other,
     ):
         for _ in range(2):
@@ -153,7 +155,7 @@ def test_a_stage_optimizer_and_a_weighted_loss_add_up_over_devices(places, overl
     plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     model = copy.deepcopy(plain)
     want = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    with closing(replicated(model, PLACES[places], balance=["1"])) as pipe:
+    with closing(replicas_of(model, REPLICA_PLACES[places], balance=["1"])) as pipe:
         have = StageOptimizer(pipe, torch.optim.AdamW, overlap=overlap, lr=1e-2)
         for _ in range(4):
             x, t = torch.randn(8, 6), torch.randn(8, 6)
@@ -175,7 +177,7 @@ def test_a_failure_on_one_of_the_devices_leaves_all_as_it_was():
             raise ArithmeticError("too large")
         return F.mse_loss(y, t)
 
-    with closing(replicated(model, PLACES["1-2"])) as pipe:
+    with closing(replicas_of(model, REPLICA_PLACES["1-2"])) as pipe:
         x, t = torch.randn(8, 6), torch.randn(8, 6)
         pipe.forward_backward(x, target=t, loss_fn=loss_fn)
         plain_step(plain, x, t, 4)
@@ -191,7 +193,7 @@ def test_a_failure_on_one_of_the_devices_leaves_all_as_it_was():
 
 
 def test_a_scaler_of_losses_on_several_devices_is_refused():
-    with closing(replicated(Net(), PLACES["1-2"])) as pipe:
+    with closing(replicas_of(Net(), REPLICA_PLACES["1-2"])) as pipe:
         scaler = torch.amp.GradScaler("cpu")
         with pytest.raises(ArgumentError, match="grad_scaler with replicas of the last stage on sim:1, sim:2"):
             pipe.forward_backward(torch.randn(8, 6), target=torch.randn(8, 6), loss_fn=F.mse_loss, grad_scaler=scaler)

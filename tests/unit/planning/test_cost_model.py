@@ -1,4 +1,4 @@
-"""Graphs in plain numbers: what a cut is said to send, to hold and to keep is what its stages do when they run."""
+"""Graphs in plain numbers: what a cut sends, holds and saves is what its stages do; one number for a stage's memory."""
 
 import functools
 import operator
@@ -12,13 +12,20 @@ import torch
 from helpers.branching_models import Parts, Tied, Towers, Translation, tokens, vectors
 from helpers.cases import each_once
 from helpers.models import BY_NAME
+from helpers.plan_models import Deep, rows
 from helpers.run_stages import Stages, leaves_of, sample
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+import fxpipe
 from fxpipe._torch.storages import storages_of
 from fxpipe.partitioning import Chain, Link, StageSite, stage_loads
+from fxpipe.partitioning.intervals import StageMemory
+from fxpipe.planning.choose import choose_cut
 from fxpipe.planning.cost_model import chain_of
+from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
+from fxpipe.planning.passes import ProfiledModel, prepare_cut, trace_and_profile
+from fxpipe.planning.plans.figures import plan_figures
 from fxpipe.profiling import Profile, profile
 from fxpipe.rewriting import PIPE_INPUT, forbidden_cuts, split_into_stages
 from fxpipe.rewriting.reorder import reorder_nodes
@@ -188,3 +195,52 @@ def test_an_input_that_is_written_to_is_sent_by_the_stage_that_does_so() -> None
     # What is left in the input goes to the end as well, back to the caller.
     assert [(flow.bytes, flow.returns) for flow in arriving] == [(48, True)] * 3
     assert writer in {flow.maker for flow in arriving}
+
+
+COUNTED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "a chain": (Deep, lambda: (rows(),)),
+    "an encoder whose output all decoder layers use": (Translation, tokens),
+    "two towers": (Towers, vectors),
+}
+STAGES = 3
+OPTIONS = {"devices": ["cpu"] * STAGES, "hardware": "a100-80gb", "check": False}
+
+
+@functools.cache
+def studied(name: str) -> ProfiledModel:
+    make, inputs = COUNTED[name]
+    return trace_and_profile(make(), inputs(), {}, make_settings(PipelineOptions(chunks=4, **OPTIONS), anywhere=True))
+
+
+SCHEDULES = ["gpipe", "1f1b", "zero_bubble", "zero_bubble_2p"]
+MODES = ["never", "except_last", "always", ("never", "always", "never")]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "mode"),
+    [(name, schedule, MODES[(i + k) % 4]) for i, name in enumerate(COUNTED) for k, schedule in enumerate(SCHEDULES)],
+)
+def test_cut_plan_and_simulation_say_the_same_bytes(name: str, schedule: str, mode: str | tuple[str, ...]) -> None:
+    model = studied(name)
+    settings = make_settings(PipelineOptions(chunks=4, schedule=schedule, checkpoint=mode, **OPTIONS), anywhere=True)
+    cut = choose_cut(model.orders, model.profiles, model.batch, settings)
+    plan = prepare_cut(cut, model.fingerprint, model.batch, settings).plan
+    samples = plan.micro_batch
+    assert len(plan.stages) == STAGES
+
+    of_cut = [load.memory for load in cut.loads]
+    of_plan = [int(plan.memory(j, b=samples)) for j in range(STAGES)]
+    assert of_plan == of_cut
+    exact = StageMemory(chain_of(cut.traced, cut.profiles, samples, {}), cut.sites)
+    ends = [*cut.starts[1:], len(cut.traced.nodes)]
+    of_search = [
+        exact.memory(site, again, start, end) / exact.unit
+        for site, again, start, end in zip(cut.sites, cut.recompute, cut.starts, ends, strict=True)
+    ]
+    assert of_search == of_cut
+    of_step = [memory.peak for memory in fxpipe.simulate(plan).memory]
+    assert of_step == of_plan
+    assert [stage.memory_bytes for stage in plan_figures(plan).stages] == of_plan
+
+    larger = [int(plan.memory(j, b=2 * samples)) for j in range(STAGES)]
+    assert [memory.peak for memory in fxpipe.simulate(plan, batch=2 * samples * plan.chunks).memory] == larger

@@ -1,12 +1,14 @@
-"""Simulated times and bytes against closed forms and a slow world, and a drawing that a person would make."""
+"""Simulated times, bytes and reductions against closed forms and a slow world, and a drawing as a person would make."""
 
 import doctest
 from collections import deque
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from helpers.schedule_cases import any_case
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fxpipe.simulation
 import fxpipe.simulation.costs
@@ -349,3 +351,52 @@ def test_a_device_that_copies_over_a_shared_way_begins_no_sooner_than_there_is_s
     simulation = simulate_schedule(schedule, [StageCost(2, 0), StageCost(5, 0)], ways, overlaps=False)
     spans = {str(span.action): (span.start, span.end) for span in simulation.spans}
     assert spans == {"0F0": (0, 2), "0F1": (2, 4), "1F0": (2, 8), "1F1": (8, 14)}
+
+
+def reduced(name: str, n: int, m: int, *reductions: tuple[float, int], **options: object) -> Simulation:
+    stages = [replace(COST, reduction=seconds, reduction_buckets=buckets) for seconds, buckets in reductions]
+    return simulate_schedule(make_schedule(name, n, m, **options), stages)
+
+
+def test_one_bucket_is_reduced_when_the_last_backward_has_ended():
+    simulation = reduced("1f1b", 1, 3, (5.0, 1))
+    assert simulation.step_seconds == 9 + 5
+    assert simulation.exposed_reduction_seconds == 5
+    assert simulation.reduction_seconds == 5
+
+
+def test_buckets_are_reduced_beside_the_last_backward():
+    quick = reduced("1f1b", 1, 1, (1.0, 4))  # backward 1-3 s: full at 1.5, 2, 2.5, 3, each takes 0.25 s
+    assert (quick.reductions[0].start, quick.step_seconds) == (1.5, 3.25)
+    slow = reduced("1f1b", 1, 1, (8.0, 4))
+    assert (slow.reductions[0].start, slow.step_seconds) == (1.5, 9.5)
+
+
+def test_stages_on_one_device_reduce_one_after_the_other():
+    simulation = reduced("1f1b", 2, 1, (3.0, 1), (6.0, 1), placement=(0, 0))
+    first, second = sorted(simulation.reductions, key=lambda one: one.start)
+    assert (first.stage, first.start, first.end) == (1, 4, 10)
+    assert (second.stage, second.start, second.end) == (0, 10, 13)
+    legs = [(leg.kind, leg.start, leg.end) for leg in simulation.legs]
+    assert legs == [("F", 0, 1), ("F", 1, 2), ("B", 2, 4), ("reducing", 4, 10), ("reducing", 10, 13)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(any_case(), st.floats(0, 50), st.integers(1, 9))
+def test_a_step_is_longer_by_what_cannot_be_beside_its_backward(case, seconds, buckets):
+    schedule, stages, transfers, overlaps = case
+    reducing = [replace(one, reduction=seconds, reduction_buckets=buckets) for one in stages]
+    plain = simulate_schedule(schedule, stages, transfers, overlaps=overlaps)
+    simulation = simulate_schedule(schedule, reducing, transfers, overlaps=overlaps)
+    assert simulation.spans == plain.spans
+    for one in simulation.reductions:
+        span = [own for own in simulation.spans if own.device == one.device][one.place]
+        assert one.start >= span.start + span.receiving
+        assert one.end >= span.end + seconds / buckets - 1e-9  # the last bucket is full when the action has ended
+        assert one.end - one.start >= seconds - 1e-9
+    most = len(stages) * seconds
+    assert 0 <= simulation.exposed_reduction_seconds <= most + 1e-9
+    assert simulation.legs[-1].end == simulation.step_seconds
+    assert simulation.legs[0].start == 0
+    for before, after in zip(simulation.legs, simulation.legs[1:], strict=False):
+        assert before.end == pytest.approx(after.start)

@@ -48,7 +48,7 @@ def _pipeline(model: nn.Module, **options: Any) -> fxpipe.Pipeline:
 def test_prints_are_shown_once_and_the_lines_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.randn(4, 4)
     with pytest.warns(
-        UserWarning, match=r"Prints prints at .*test_print_calls.py:\d+, .*:\d+: .* once .*not in a step"
+        UserWarning, match=r"Prints prints at .*test_forward_calls.py:\d+, .*:\d+: .* once .*not in a step"
     ):
         pipe = _pipeline(Prints(), example_args=(x,))
     assert capsys.readouterr().out.replace("(2,", "(4,") == "outer (4, 4);\ninner\n"
