@@ -1078,7 +1078,7 @@ PARTITIONING = (
         "partitioning/pins.py",
         "for name in sorted(pins, key=len):",
         "for name in sorted(pins, key=len, reverse=True):",
-        "unit/partitioning/test_pins.py::test_the_inner_pin_counts",
+        "unit/partitioning/test_pins.py::test_pins_bound_the_stages_of_nodes",
     ),
     Mutant(
         "partitioning/partial_recompute.py",

@@ -34,7 +34,7 @@ def four_devices():
         yield ranks
 
 
-class TiedStages(nn.Module):
+class Tied(nn.Module):
     """A weight of both stages."""
 
     def __init__(self):
@@ -62,7 +62,7 @@ def pipe_over(kind, chunks=4, **options):
     data, pipe, replica = meshes(kind)
     x = torch.zeros(8, 4)
     options = QUICK | {"balance": ["b"]} | options
-    return fxpipe.pipeline(TiedStages(), pipe, chunks, data_parallel=data, example_args=(x,), **options), replica
+    return fxpipe.pipeline(Tied(), pipe, chunks, data_parallel=data, example_args=(x,), **options), replica
 
 
 def all_reduces():
@@ -203,7 +203,7 @@ def fail_on_one_replica(mesh):
 
 
 def test_after_the_failure_of_a_replica_its_communicator_is_made_anew(four_devices):
-    model, x = TiedStages(), torch.linspace(-1, 1, 32).reshape(8, 4)
+    model, x = Tied(), torch.linspace(-1, 1, 32).reshape(8, 4)
     F.mse_loss(model(x), x).backward()
     for losses, gradients, count, races in four_devices.run(fail_on_one_replica):
         assert len({*losses}) == 1

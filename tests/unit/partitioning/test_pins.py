@@ -17,31 +17,19 @@ NODES = NodeSequence(
 )
 
 
-def test_a_pin_bounds_what_is_before_and_behind() -> None:
-    found, *_ = placements_for_pins({"blocks.0": 1}, (0, 1, 2), NODES)
-    assert found.first_stages == (0, 1, 1, 1, 1, 1)
-    assert found.last_stages == (1, 1, 1, 2, 2, 2)
-
-
-def test_the_inner_pin_counts() -> None:
-    found, *_ = placements_for_pins({"blocks": 0, "blocks.1": 1}, (0, 1), NODES)
-    assert found.first_stages == (0, 0, 0, 1, 1, 1)
-    assert found.last_stages == (0, 0, 0, 1, 1, 1)
-
-
-def test_going_back_to_an_earlier_device_takes_a_stage_more() -> None:
-    found, *_ = placements_for_pins({"embed": 0, "blocks.0": 1, "head": 0}, (0, 1), NODES)
-    assert found.placement == (0, 1, 0)
-    assert found.first_stages == (0, 1, 1, 1, 1, 2)
-    assert found.last_stages == (0, 1, 1, 2, 2, 2)
-
-
-def test_a_head_on_the_first_device_leaves_room_for_the_others() -> None:
-    """Without any other pin, too: else all that is before it would have to be on the first device."""
-    found, *_ = placements_for_pins({"head": 0}, (0, 1), NODES)
-    assert found.placement == (0, 1, 0)
-    assert found.first_stages == (0, 0, 0, 0, 0, 2)
-    assert found.last_stages == (2,) * 6
+@pytest.mark.parametrize(
+    ("pins", "devices", "placement", "first_stages", "last_stages"),
+    [  # a pin bounds the nodes before and after it; the inner pin counts; an earlier device again takes a stage more
+        ({"blocks.0": 1}, (0, 1, 2), (0, 1, 2), (0, 1, 1, 1, 1, 1), (1, 1, 1, 2, 2, 2)),
+        ({"blocks": 0, "blocks.1": 1}, (0, 1), (0, 1), (0, 0, 0, 1, 1, 1), (0, 0, 0, 1, 1, 1)),
+        ({"embed": 0, "blocks.0": 1, "head": 0}, (0, 1), (0, 1, 0), (0, 1, 1, 1, 1, 2), (0, 1, 1, 2, 2, 2)),
+        # A head on the first device leaves room for the others, or all that is before it would have to be there, too.
+        ({"head": 0}, (0, 1), (0, 1, 0), (0, 0, 0, 0, 0, 2), (2,) * 6),
+    ],
+)
+def test_pins_bound_the_stages_of_nodes(pins, devices, placement, first_stages, last_stages) -> None:
+    found, *_ = placements_for_pins(pins, devices, NODES)
+    assert (found.placement, found.first_stages, found.last_stages) == (placement, first_stages, last_stages)
 
 
 def test_a_stage_more_is_another_way() -> None:
