@@ -154,7 +154,7 @@ class RankEngine(Engine):
         assert isinstance(inputs, RankInputs)
         if inputs.bounds[0].routes.is_here(0, self.group.rank):
             return StepInputs.of(inputs)
-        parts = tuple(inputs.leaves) if inputs.is_handed_over else (inputs.leaves,) * len(inputs.bounds)
+        parts = tuple((None,) * len(bound.program.inputs) for bound in inputs.bounds)
         return StepInputs(inputs.bounds, parts, tuple(inputs.shares), (), ())
 
     # -- evaluation --------------------------------------------------------------------------------------------------
@@ -199,11 +199,7 @@ class RankEngine(Engine):
         tensors = ModelTensors(self.model, inputs.constants)
         kind = None  # micro-batches from the caller are not compared with a mini-batch
         is_whole = inputs.takes_all(call.reduction)
-        if (is_whole or call.reduction == "batch") and self.replicas.count > 1:
-            raise LossError(
-                "the loss needs all samples together, and replicas of the pipe do not gather them: train with one "
-                "replica"
-            )
+        self.refuse_sharing(program, is_whole or call.reduction == "batch")
         if is_last and not inputs.is_handed_over and not is_whole:
             kind = self.history_of(inputs, call)
         mailbox = self._mailbox(program)
@@ -284,6 +280,12 @@ class RankEngine(Engine):
         replicas, count = self.replicas, len(inputs.samples)
         own = parameters, changes_buffers, inputs.known, replicas.may_differ
         return ReplicaStart(inputs.batch, count, seed, replicas.is_synced, reduction, *own)
+
+    def refuse_sharing(self, bound: BoundProgram, is_whole: bool = False) -> None:
+        """Raises `LossError` if replicas of the pipe would have to gather samples."""
+        if self.replicas.count > 1 and (is_whole or bound.head is not None):
+            what = "the loss needs all samples together" if is_whole else "forward computes what all samples share"
+            raise LossError(f"{what}, and replicas of the pipe do not gather them: train with one replica")
 
     def _loss_scale(self, scaler: torch.amp.GradScaler | None) -> float | None:
         """Returns the scale of the loss. The first call of `scale` initializes a scaler."""

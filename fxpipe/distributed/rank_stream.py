@@ -245,6 +245,7 @@ class RankStream(Stream):
 
     def start_of(self, program: RankProgram, inputs: RankInputs) -> ReplicaStart:
         """Returns this replica's message to the others about a mini-batch."""
+        self.engine.refuse_sharing(program)
         own = self.loss.reduction, self._digest, self._changes_buffers
         return replace(self.engine.start_of(inputs, [program.program], *own), is_synced=True)
 

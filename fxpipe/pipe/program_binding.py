@@ -9,7 +9,7 @@ from fxpipe.planning.passes import PreparedGraph
 from fxpipe.runtime import BoundProgram, wire_program
 from fxpipe.runtime.bound_program import StageReplica
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.shapes.input_pieces import InputPieces
+from fxpipe.tracing.shapes.input_pieces import InputValues
 from fxpipe.tracing.traced import Traced
 
 
@@ -27,7 +27,8 @@ def bind_program(prepared: PreparedGraph, settings: Settings) -> BoundProgram:
         left_attribute_dims=traced.left_attribute_dims,
         told=traced.told,
         combinations=tuple(one.on(devices[-1]) for one in traced.combinations),
-        known_pieces=InputPieces.of(traced, devices[-1]) if traced.combinations else None,
+        known_pieces=InputValues.of_pieces(traced, devices[-1]) if traced.combinations else None,
+        head=traced.head.on(devices[0]) if isinstance(traced.head, InputValues) else None,
         used_outputs=_used_outputs(traced),
         moving_buffers=_moving_buffers(prepared),
         is_whole=traced.is_whole,

@@ -196,9 +196,7 @@ def profile(
     end = traced.graph.output_node()
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in timings[here].items()}, micro_batch)
-    growing = {end} | dependents_of(
-        traced, [n for k, n in traced.placeholders.items() if traced.in_dims[k] is not None]
-    )
+    growing = {end} | dependents_of(traced, traced.batch_placeholders)
 
     def seconds(of: Callable[[NodeTiming], float], node: fx.Node, work: sympy.Expr) -> Seconds:
         by_point = {point: of(nodes[node]) for point, nodes in timings.items() if node in nodes}

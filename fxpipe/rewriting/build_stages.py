@@ -117,7 +117,7 @@ def split_into_stages(
     names = {place: node.name for place, node in traced.placeholders.items()}
     return Program(
         tuple(stages),
-        tuple(names.get(place) for place in range(len(traced.leaves))),
+        tuple(names.get(place) for place in range(max(len(traced.leaves), *(place + 1 for place in names)))),
         tuple(
             ReceivedValue(o.name, table[-1][o])
             if isinstance(o, fx.Node)

@@ -41,6 +41,7 @@ class BoundProgram:
     told: frozenset[int] = frozenset()  # output leaves that the user has said how to combine
     combinations: tuple[OutputCombination, ...] = ()  # for outputs combined from pieces
     known_pieces: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> by place
+    head: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> further inputs
     used_outputs: frozenset[int] = frozenset()  # outputs that the model itself uses in a value that requires grad
     moving_buffers: tuple[str, ...] = ()  # in an evaluation graph, which then runs in one micro-batch
     is_whole: bool = False  # the number of samples is unknown, or not the weight of micro-batches
@@ -92,7 +93,8 @@ class BoundProgram:
         places = {name: place for place, name in enumerate(self.program.inputs)}
         values = [o if isinstance(o, ReceivedValue) and o.source == PIPE_INPUT else None for o in self.program.outputs]
         returned = {at: places[value.name] for at, value in enumerate(values) if value is not None}
-        return {at: place for at, place in returned.items() if place not in self.program.written_inputs}
+        own = range(len(self.in_dims))  # not the head
+        return {p: at for p, at in returned.items() if at in own and at not in self.program.written_inputs}
 
     @property
     def result_names(self) -> list[str]:

@@ -77,20 +77,23 @@ class StepInputs:
     @classmethod
     def of(cls, given_inputs: GivenInputs) -> StepInputs:
         if given_inputs.is_handed_over:
-            return cls.of_micro_batches(given_inputs.bounds, given_inputs.leaves, given_inputs.shares)
-        return cls.of_mini_batch(given_inputs.bound, given_inputs.leaves, given_inputs.shares)
+            parts = [*map(_with_head, given_inputs.bounds, given_inputs.leaves, given_inputs.samples)]
+            return cls.of_micro_batches(given_inputs.bounds, parts, given_inputs.shares)
+        leaves = _with_head(given_inputs.bound, given_inputs.leaves, given_inputs.batch)
+        return cls.of_mini_batch(given_inputs.bound, leaves, given_inputs.shares)
 
     @classmethod
     def of_mini_batch(cls, bound: BoundProgram, leaves: Sequence[Any], weights: Sequence[float]) -> StepInputs:
         """Splits a mini-batch with flattened inputs into micro-batches of these weights."""
         m = len(weights)
+        dims = (*bound.in_dims, *[None] * (len(leaves) - len(bound.in_dims)))
         trained = tuple(
             TrainedInput(leaf, place, range(m), dim)
-            for place, (leaf, dim) in enumerate(zip(leaves, bound.in_dims, strict=True))
+            for place, (leaf, dim) in enumerate(zip(leaves, dims, strict=True))
             if tensor_requires_grad(leaf)
         )
         with torch.no_grad():  # parts begin separate graphs
-            parts = scatter(_own_inputs(bound, leaves), bound.in_dims, m)
+            parts = scatter(_own_inputs(bound, leaves), dims, m)
         return cls((bound,) * m, tuple(parts), tuple(weights), tuple(leaves), trained)
 
     @classmethod
@@ -122,6 +125,11 @@ class StepInputs:
     def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:
         """By stage, the devices of all replicas."""
         return self.bounds[0].stage_devices
+
+
+def _with_head(bound: BoundProgram, leaves: Sequence[Any], samples: int) -> Sequence[Any]:
+    """Returns the inputs of the program: those of the model, and the values of these that samples share."""
+    return leaves if bound.head is None else [*leaves, *bound.head(leaves, samples).values()]
 
 
 def _own_inputs(bound: BoundProgram, leaves: Sequence[Any]) -> list[Any]:

@@ -176,7 +176,7 @@ def extract_guards(traced: Traced) -> Guards:
     needs = {read: _dependencies_of_read(read) for read in reads}
     asked = [read for read in reads if set(_source_names(traced, needs[read]))]
     wanted = {n for read in asked for n in needs[read]}
-    program, copies = input_program(traced, wanted, _is_size, torch.device("cpu"))
+    program, copies = input_program(traced.graph.nodes, wanted, _is_size, torch.device("cpu"))
     guards = tuple(Guard(copies[read], value_read_of(read).value, info(read).source) for read in asked)
     dead = set[fx.Node]().union(*needs.values())
     for node in reversed(list(traced.graph.nodes)):
@@ -187,7 +187,7 @@ def extract_guards(traced: Traced) -> Guards:
 
 
 def input_program(
-    traced: Traced, wanted: Collection[fx.Node], is_size: Callable[[fx.Node], bool], device: torch.device
+    nodes: Iterable[fx.Node], wanted: Collection[fx.Node], is_size: Callable[[fx.Node], bool], device: torch.device
 ) -> tuple[tuple[fx.Node, ...], dict[fx.Node, fx.Node]]:
     """Returns the program that computes `wanted` from the inputs, before a step, and its node for each of these nodes.
 
@@ -195,7 +195,7 @@ def input_program(
     """
     program = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in traced.graph.nodes:
+    for node in nodes:
         if node in wanted and is_size(node):
             copies[node] = program.placeholder(node.name)
             update_info(copies[node], number=size_formula(node))

@@ -144,6 +144,10 @@ class Traced:
     piece_dims: tuple[int | str | None, ...] = ()  # for `pieces`: dimension of rows, "sum", "mean"; None: equal
     told: frozenset[int] = frozenset()  # outputs for which the user gives the combination
     tail: frozenset[fx.Node] = frozenset()  # nodes of combinations with rows, until they are removed
+    shared: frozenset[fx.Node] = frozenset()  # values of inputs that samples share, until they are the head
+    head: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = (
+        None  # (inputs, samples) -> further inputs by place
+    )
     is_for_one_size: bool = False  # other numbers of samples need a comparison: a graph of `torch.export`
     batch_conditions: tuple[SizeCondition, ...] = ()  # on mini-batch and micro-batches
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # on the mini-batch only
@@ -189,6 +193,11 @@ class Traced:
     def placeholders(self) -> dict[int, fx.Node]:
         """The placeholder for each index among the input leaves."""
         return {self.place_of(n): n for n in self.graph.nodes if n.op == "placeholder"}
+
+    @property
+    def batch_placeholders(self) -> set[fx.Node]:
+        """The placeholders of inputs that hold the batch; the head does not."""
+        return {n for place, n in self.placeholders.items() if dict(enumerate(self.in_dims)).get(place) is not None}
 
     def place_of(self, placeholder: fx.Node) -> int:
         """Returns the index of the input leaf of a placeholder."""

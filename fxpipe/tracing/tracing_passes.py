@@ -8,6 +8,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
 from fxpipe.tracing.record.untracked_sizes import read_untracked_sizes
+from fxpipe.tracing.shapes.input_pieces import with_head
 from fxpipe.tracing.shapes.output_dims import without_tail
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.trace_request import TraceRequest
@@ -57,7 +58,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     is_told = is_faked() or traced.is_whole
     if not is_told:
         traced, is_told = join_sample_rows(traced, leaves, request.chunks, request.out_dims)
-    traced = without_tail(traced)
+    traced = with_head(without_tail(traced))
     assert traced.effects is not None
     traced = replace(traced, effects=effects_of_changed(traced, traced.effects))
     refuse_differing_writes(traced)

@@ -491,23 +491,31 @@ class Contrasted(nn.Module):
         return (F.cross_entropy(scores, places) + F.cross_entropy(scores.t(), places)) / 2
 
 
-def contrasted():
+class Scaled(Contrasted):
+    """Scales its inputs by what all samples share, computed once for the mini-batch."""
+
+    def forward(self, x, y):
+        return F.mse_loss(self.b(self.a(x / x.abs().mean(0))[:, :4] * y.std()), self.a(y))
+
+
+def of_all_samples(kind):
     torch.manual_seed(0)
-    return Contrasted(), (torch.randn(8, 4), torch.randn(8, 4))
+    return kind(), (torch.randn(8, 4), torch.randn(8, 4))
 
 
-def contrast(mesh):
-    model, given = contrasted()
-    pipe = fxpipe.pipeline(model, mesh, 1, example_args=given, **QUICK)
+def step_of_all_samples(mesh, kind, chunks):
+    model, given = of_all_samples(kind)
+    pipe = fxpipe.pipeline(model, mesh, chunks, example_args=given, **QUICK)
     loss = pipe.forward_backward(*given)
     return loss, {name: p.grad for name, p in pipe.named_parameters()}
 
 
-def test_a_loss_of_all_samples_trains_on_one_micro_batch(two_ranks):
-    model, given = contrasted()
+@pytest.mark.parametrize(("kind", "chunks"), [(Contrasted, 1), (Scaled, 2)])
+def test_a_loss_of_all_samples_trains(two_ranks, kind, chunks):
+    model, given = of_all_samples(kind)
     loss = model(*given)
     loss.backward()
-    (own, gradients), (other, more) = two_ranks.run(contrast)
+    (own, gradients), (other, more) = two_ranks.run(step_of_all_samples, kind, chunks)
     torch.testing.assert_close(own, loss.detach())
     assert other == own
     assert {*gradients, *more} == {name for name, _ in model.named_parameters()}

@@ -179,8 +179,18 @@ def loss_of_all_samples(mesh, chunks):
     x = torch.randn(6, 4)
     pipe = pipe_of(Dense(), x, chunks=chunks, balance=DENSE_CUTS[2])
     error = raised(pipe.forward_backward, x, target=x, loss_fn=matching_loss, reduction="batch")
+    shared = raised(
+        pipe_of(InputsOverTheirSpread(), x, chunks=chunks).forward_backward, x, target=x, loss_fn=F.mse_loss
+    )
+    assert shared[0] is LossError
+    assert "what all samples share" in shared[1]
     assert all(p.grad is None for p in pipe.parameters())
     return error, pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item()
+
+
+class InputsOverTheirSpread(Dense):
+    def forward(self, x):
+        return super().forward(x / x.std())
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

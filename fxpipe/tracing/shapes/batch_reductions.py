@@ -513,9 +513,10 @@ class ReductionWalk:
 
     def _is_known(self, piece: OutputPiece) -> bool:
         """Returns whether a piece depends on inputs only, so that its mini-batch value is known before a step."""
-        return piece.how is not None and all(map(self._is_of_inputs, dependencies_of(piece.node)))
+        return piece.how is not None and all(map(self.is_of_inputs, dependencies_of(piece.node)))
 
-    def _is_of_inputs(self, node: fx.Node) -> bool:
+    def is_of_inputs(self, node: fx.Node) -> bool:
+        """Returns whether a node computes something before a step that it computes in one, from known arguments."""
         if info(node).number is not None:
             return True
         if not self.changed.isdisjoint(info(node).storages):

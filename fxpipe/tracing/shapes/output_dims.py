@@ -23,10 +23,10 @@ OUT_DIM_REDUCTIONS = ("mean", "sum", "stack")
 
 def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
     """Returns the nodes that depend on batched inputs by more than fixed sizes, including through writes to memory."""
-    dependent = {node for place, node in traced.placeholders.items() if traced.in_dims[place] is not None}
+    dependent = traced.batch_placeholders
     written = set[Any]()  # storages
     for node in traced.graph.nodes:
-        if node.op not in CALL_OPS:
+        if node.op not in CALL_OPS or node in traced.shared:
             continue
         sources = node.all_input_nodes
         if any(n in dependent or not written.isdisjoint(info(n).storages) for n in sources):

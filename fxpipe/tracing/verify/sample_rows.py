@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_rng, preserve_state
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError, base_opname, dependencies_of
+from fxpipe.tracing.shapes.input_pieces import shared_values
 from fxpipe.tracing.shapes.output_dims import with_out_dims
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.equivalence import is_close, take_samples
@@ -130,6 +131,17 @@ def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dim
     Raises:
         ArgumentError: samples depend on each other, or may; names the line that mixes them, and remedies.
     """
+    try:
+        return _join(traced, leaves, chunks, out_dims)
+    except ArgumentError:
+        shared = shared_values(traced)
+        if shared:  # from here on the same in all micro-batches
+            with contextlib.suppress(UnknownReductionError):
+                return _join(with_out_dims(replace(traced, shared=shared), out_dims), leaves, chunks, out_dims)
+        raise
+
+
+def _join(traced: Traced, leaves: Sequence[Any], chunks: int, out_dims: Any) -> tuple[Traced, bool]:
     claims = [*_claims(traced)]
     if not claims:
         return traced, True
@@ -395,7 +407,7 @@ class _SideBySide:
     def _look_at(self, node: fx.Node) -> None:
         sources, values = _value_sources(node), self.values[node]
         self.sources[node] = sources
-        if base_opname(node) in _UNSET or self._is_update(node, sources):
+        if base_opname(node) in _UNSET or node in self.traced.shared or self._is_update(node, sources):
             self._with_rows_of_whole(values)
         elif not self.depends.isdisjoint(sources):
             self.depends.add(node)

@@ -35,10 +35,9 @@ def refuse_differing_writes(traced: Traced) -> None:
     assert effects is not None
     if traced.is_whole:
         return
-    dims = {node: traced.in_dims[place] for place, node in traced.placeholders.items()}
     differing = _differing_alias_classes(traced)
     for node in effects.written_inputs:
-        if dims[node] is None and effects.alias[node] in differing:
+        if node not in traced.batch_placeholders and effects.alias[node] in differing:
             raise CannotRecord(
                 f"forward writes to the input {_input_path(traced, node)} at {_writing_line(traced, node)}, which is "
                 "not cut into micro-batches, and what it writes depends on samples, on random numbers or on buffers "
@@ -100,13 +99,13 @@ def _differing_alias_classes(traced: Traced) -> set[int | None]:
     """Returns the alias classes that at some point hold a value that differs between micro-batches."""
     effects = traced.effects
     assert effects is not None
-    changed = set[int]().union(*effects.written_classes)
+    changed, batched = set[int]().union(*effects.written_classes), traced.batch_placeholders
     nodes: set[fx.Node] = set()
     classes: set[int | None] = set()
     for node in traced.graph.nodes:
         alias = effects.alias.get(node)
         if node.op == "placeholder":
-            differs = traced.in_dims[traced.place_of(node)] is not None
+            differs = node in batched
         elif node.op == "get_attr":
             differs = alias in changed or str(node.target) in traced.assigned
         elif (number := info(node).number) is not None:
