@@ -226,8 +226,6 @@ class RankEngine(Engine):
             if step.loss is not None and kind is not None:
                 outputs = self._close_loss(step, step.loss, kind, report, is_verified, call.return_outputs)
                 self._note_step(step, schedule)
-            elif step.loss is not None and is_whole and call.return_outputs:
-                outputs = step.loss.gather_outputs()
             if step.loss is None or self.replicas.count > 1:
                 report.weights_of_elements = dict(step.loss_weighting.gradients)
             gradients.give_rest(step, report)
@@ -251,7 +249,7 @@ class RankEngine(Engine):
         more = self._from_last(inputs, [] if step.loss is None else self.other_results(step, inputs))
         output = None
         if step.loss is not None and call.return_outputs:
-            output = step.loss.outputs_of_micro_batches() if inputs.is_handed_over else step.loss.tree(outputs)
+            output = step.loss.output(None if inputs.is_handed_over else outputs)
         if call.return_outputs and to_all:
             output = self._on_all(output, last)
         mailbox.settle()

@@ -355,8 +355,7 @@ class Engine:
         step = run(is_verified)
         assert step.loss is not None
         if history is None:
-            loss = step.loss.losses.total()
-            outputs = step.loss.gather_outputs() if takes_all and call.return_outputs else None
+            loss, outputs = step.loss.losses.total(), None
         else:
             wrong = step.loss_weighting.difference(step.loss.losses.share)
             if wrong and updates is not None and updates.begun:
@@ -371,7 +370,7 @@ class Engine:
         assert stage is not None
         results = self.other_results(step, given_inputs)
         if call.return_outputs:
-            output = stage.outputs_of_micro_batches() if outputs is None else stage.tree(outputs)
+            output = stage.output(outputs)
         self.add_gradients(step, updates)
         step.commit_buffers()
         self.write_back(given_inputs, results)

@@ -109,7 +109,7 @@ class LossStage:
                 output = output.detach().requires_grad_()
                 trained.append(place)
             outputs.append(output)
-        if self.keep_outputs:
+        if self.keep_outputs and not self.losses.takes_all:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
         program = bound.program
         if program.written_inputs or program.left:
@@ -185,8 +185,10 @@ class LossStage:
         rows = [self._at_home(self.outputs.pop(i)) for i in sorted(self.outputs)]
         return self._gathered(rows, self._ways())
 
-    def outputs_of_micro_batches(self) -> list[Any]:
-        """Returns the kept outputs, as separate calls for the micro-batches would return them."""
+    def output(self, outputs: Sequence[Any] | None) -> Any:
+        """Returns the output of the mini-batch, from its gathered `outputs`; None: of the caller's micro-batches."""
+        if outputs is not None:
+            return self.tree(outputs)
         return [tree(self._at_home(self.outputs.pop(i))) for i, tree in enumerate(self.trees)]
 
     def other_results(self, i: int) -> list[torch.Tensor]:
@@ -236,6 +238,7 @@ class MiniBatchLossStage(LossStage):
     """Computes one loss of all outputs, on the worker that runs the last F: a joint tail, or `reduction="batch"`."""
 
     received: dict[int, tuple[list[Any], list[int]]] = field(default_factory=dict)  # by micro-batch, until the last
+    kept: Any = None  # the output, if it is kept
 
     def run(self, i: int) -> None:
         self.received[i] = self._received(i)
@@ -253,7 +256,13 @@ class MiniBatchLossStage(LossStage):
 
     def _loss_of_all(self, rows: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
         columns = zip(zip(*rows, strict=True), self._ways(), strict=True)
-        return self.losses(self.tree([combine(parts, how, self.shares, what) for parts, (how, what) in columns]), 0)
+        output = self.tree([combine(parts, how, self.shares, what) for parts, (how, what) in columns])
+        if self.keep_outputs:
+            self.kept = map_tensor_leaves(torch.Tensor.detach, output)
+        return self.losses(output, 0)
+
+    def output(self, outputs: Sequence[Any] | None) -> Any:
+        return self.kept  # what runs once may draw random numbers
 
 
 @dataclass(frozen=True, slots=True)

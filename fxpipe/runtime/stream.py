@@ -39,13 +39,14 @@ import torch
 from fxpipe._torch.autograd import version_of
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.errors import StateError
+from fxpipe.errors import LossError, StateError
 from fxpipe.rewriting.program import stage_context
 from fxpipe.runtime.action_performer import ActionPerformer
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext, thread_defaults
 from fxpipe.runtime.engine import Engine, losses_of
 from fxpipe.runtime.exchange import TransferNote
+from fxpipe.runtime.loss_stage import NOT_AFFINE
 from fxpipe.runtime.loss_verification import LossHistory
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_instance import StageInstance
@@ -58,6 +59,7 @@ from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import replica_of, rows_of_replicas
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils import accelerator
+from fxpipe.utils.output_combination import needing_all
 from fxpipe.utils.random_generators import mix_seed
 
 RECORDED_MINI_BATCHES = 32  # mini-batches of a stream in `last_step`: the last ones
@@ -459,6 +461,9 @@ class Stream:
         is_verified = history.is_due and count > 1
         self._run.state = bound.state
         self._run.in_order = self._stages_in_order(bound)
+        joint = needing_all(bound.combinations)
+        if joint is not None and given_inputs.takes_all(self.loss.reduction):
+            raise LossError(f"{joint.where} {NOT_AFFINE}")
         own = replace(given_inputs, bounds=(bound.with_turns_from(self._order.micro_batches),) * count)
         with on_all_streams(self._run.transport, self._run.every_device, bound.devices[-1]):
             step = self._open(

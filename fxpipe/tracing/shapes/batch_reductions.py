@@ -222,7 +222,7 @@ class ReductionWalk:
         """Adds a node to the tail and returns its sources. Raises if the node cannot run once, on the caller's side."""
         if node.op not in CALL_OPS:
             raise _unknown_reduction(node, "whose samples are not in one dimension")
-        if info(node).is_random:
+        if info(node).is_random and (info(node).is_scalar_draw or runs_python(node)):
             raise _unknown_reduction(node, "which draws random numbers")
         if info(node).is_hook:
             raise _unknown_reduction(node, "which is a forward hook")

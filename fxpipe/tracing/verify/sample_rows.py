@@ -131,20 +131,31 @@ def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dim
     Raises:
         ArgumentError: samples depend on each other, or may; names the line that mixes them, and remedies.
     """
-    try:
-        return _join(traced, leaves, chunks, out_dims)
-    except ArgumentError:
-        shared = shared_values(traced)
-        if shared:  # from here on the same in all micro-batches
-            with contextlib.suppress(UnknownReductionError):
-                return _join(with_out_dims(replace(traced, shared=shared), out_dims), leaves, chunks, out_dims)
-        raise
+    refusal, is_told = _refusal_of(traced, leaves, chunks)
+    if refusal is None:
+        return traced, is_told
+    output = traced.graph.output_node()
+    ways = [(traced, output.args, refusal, is_told)]
+    if shared := shared_values(traced):  # from here on the same in all micro-batches
+        headed = with_out_dims(replace(traced, shared=shared), out_dims)
+        other, is_told = _refusal_of(headed, leaves, chunks)
+        if is_told and other is None:
+            return headed, True
+        if is_told and other is not None:
+            ways.append((headed, output.args, other, True))
+    for way, output.args, why, is_told in ways:
+        try:
+            return _with_longer_tail(way, out_dims, why), is_told
+        except ArgumentError as error:
+            failure = error
+    raise failure
 
 
-def _join(traced: Traced, leaves: Sequence[Any], chunks: int, out_dims: Any) -> tuple[Traced, bool]:
+def _refusal_of(traced: Traced, leaves: Sequence[Any], chunks: int) -> tuple[_Refusal | None, bool]:
+    """Returns why results of micro-batches do not join, and whether this is so for all micro-batch sizes."""
     claims = [*_claims(traced)]
     if not claims:
-        return traced, True
+        return None, True
     batch = traced.batch_of(leaves)
     own = tuple(samples_per_micro_batch(batch, min(chunks, batch)))
     # A few samples prove nothing about more if forward treats few differently: `min(len(x), 4)`.
@@ -152,24 +163,23 @@ def _join(traced: Traced, leaves: Sequence[Any], chunks: int, out_dims: Any) -> 
     shows_less = not all(read.holds(size) for read in traced.batch_conditions for size in asked)
     excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
     if shows_less and len(own) > 1 and _holds_at(traced, own) and (refusal := _refusal(traced, leaves, own, claims)):
-        return _with_longer_tail(traced, out_dims, claims, refusal), False
+        return refusal, False
     few: list[tuple[int, ...]] = [(1, SAMPLES - 1), (SAMPLES // 2,) * 2]
     if 1 < batch < SAMPLES:  # if the order of samples matters, they cannot repeat
         few.append((1, batch - 1))
     splits = [parts for parts in few if _holds_at(traced, parts) and _grows_evenly(traced)]
     splits = splits or [parts for parts in [own] if len(parts) > 1]
     if not splits or not _holds_at(traced, splits[0]):
-        return traced, False  # holds for this batch only: other micro-batches are compared when they run
+        return None, False  # holds for this batch only: other micro-batches are compared when they run
     first: _Refusal | None = None
     for parts in splits:
         refusal = _refusal(traced, leaves, parts, claims)
         if refusal is None:
-            return traced, parts == few[0]
+            return None, parts == few[0]
         first = first or (refusal if refusal.joins else None)
         if refusal.joins and (parts[0] > 1 or not can_run_deterministically(traced)):
             break  # even micro-batches would need a comparison in each step
-    assert refusal is not None
-    return _with_longer_tail(traced, out_dims, claims, first or refusal), splits[0] == few[0]
+    return first or refusal, splits[0] == few[0]
 
 
 @dataclass(slots=True)
@@ -179,13 +189,11 @@ class _Refusal:
 
 
 # No model of the zoo: a loss of statistics over the batch needs it (behaviour/test_joint_tail.py).
-def _with_longer_tail(
-    traced: Traced, out_dims: Any, claims: Sequence[tuple[str, fx.Node, Any]], refusal: _Refusal
-) -> Traced:
+def _with_longer_tail(traced: Traced, out_dims: Any, refusal: _Refusal) -> Traced:
     """Returns the graph with outputs that do not join computed once, from values that do; else raises the refusal."""
     last = len(traced.outputs) + len(traced.pieces)
     of_outputs = {node for node, _ in traced.results[:last]}
-    if not refusal.joins or any(how not in refusal.joins[n] for _, n, how in claims if n not in of_outputs):
+    if not refusal.joins or any(how not in refusal.joins[n] for _, n, how in _claims(traced) if n not in of_outputs):
         raise refusal.error
     try:
         return with_out_dims(traced, out_dims, refusal.joins)
@@ -197,27 +205,37 @@ def _refusal(
     traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], claims: Sequence[tuple[str, fx.Node, Any]]
 ) -> _Refusal | None:
     even = (sum(parts) // 2,) * 2 if sum(parts) == SAMPLES and _holds_at(traced, [SAMPLES // 2]) else parts
-    findings = _Findings()
     try:
-        for mode, split in dict.fromkeys((("loud", parts), ("plain", parts), ("loud", even), ("equal", even))):
-            run = _run(traced, leaves, split, mode, findings.parameters)
-            findings.add(run)
-            hides = findings.blocks or run.has_python or not run.is_noisy or findings.hiding()
-            if not hides:
-                break  # each function keeps samples independent: other values show no more
+        findings = _findings(traced, leaves, parts, even, False)
     except Exception as error:
         refusal = ArgumentError(
             f"whether samples act on each other cannot be told, since parts of the batch do not run: {error}; "
             f"{_REMEDIES}"
         )
         refusal.__cause__ = error
-        return _Refusal(refusal)
+        try:
+            findings = _findings(traced, leaves, parts, even, True)
+        except Exception:
+            return _Refusal(refusal)
     hiding = findings.distrust()
     for name, node, how in claims:
         if how not in findings.joins[node]:
             is_hidden = bool(hiding & {*dependencies_of(node)})
             return _Refusal(_mixing_error(traced, name, node, findings.meeting(node), is_hidden), findings.joins)
     return None
+
+
+def _findings(
+    traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], even: tuple[int, ...], may_fail: bool
+) -> _Findings:
+    findings = _Findings()
+    for mode, split in dict.fromkeys((("loud", parts), ("plain", parts), ("loud", even), ("equal", even))):
+        run = _run(traced, leaves, split, mode, findings.parameters, may_fail)
+        findings.add(run)
+        hides = findings.blocks or run.has_python or not run.is_noisy or findings.hiding()
+        if not hides:
+            break  # each function keeps samples independent: other values show no more
+    return findings
 
 
 def _holds_at(traced: Traced, parts: Sequence[int]) -> bool:
@@ -251,11 +269,13 @@ def _claims(traced: Traced) -> Iterator[tuple[str, fx.Node, int | str]]:
         yield name, node, how
 
 
-def _run(traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: str, opened: _Opened) -> _SideBySide:
+def _run(
+    traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: str, opened: _Opened, may_fail: bool
+) -> _SideBySide:
     """Runs whole and parts; retries in the original order, then without noise, if the model rejects the values."""
     ways = [(True, True), (False, True), (False, False)]
     for is_reversed, is_noisy in ways[("loud", "equal", "plain").index(mode) :]:
-        run = _SideBySide(traced, parts, mode, is_noisy, opened)
+        run = _SideBySide(traced, parts, mode, is_noisy, opened, may_fail)
         try:
             run.run(leaves, is_reversed)
             break
@@ -268,11 +288,23 @@ def _run(traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: st
 class _SideBySide:
     """A run on the whole and its parts. The values of a node are a list: of the whole, then of each part."""
 
-    def __init__(self, traced: Traced, parts: Sequence[int], mode: str, is_noisy: bool, opened_parameters: _Opened):
+    def __init__(
+        self,
+        traced: Traced,
+        parts: Sequence[int],
+        mode: str,
+        is_noisy: bool,
+        opened_parameters: _Opened,
+        may_fail: bool,
+    ):
         self.traced, self.parts, self.mode, self.is_noisy = traced, parts, mode, is_noisy
         self.opened_parameters = opened_parameters
         self.joins: dict[fx.Node, _Joins] = {}
         self.depends, self.blocks, self.opened = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+        self.may_fail = (
+            may_fail  # may a node fail on a part? It does not join then, and parts go on with the whole's value
+        )
+        self.failed = set[fx.Node]()
         self.sources: dict[fx.Node, list[fx.Node]] = {}
         self.features = set[fx.Node]()  # floats computed from parameters or from float inputs
         self.written = frozenset[int]().union(*(info(n).written_storages for n in traced.graph.nodes))
@@ -336,6 +368,18 @@ class _SideBySide:
     def _work(self, node: fx.Node, values: NodeValues) -> list[Any]:
         if node.target is expect or node in self.last_maps:  # expectations are values of the example
             return [None] * len(self.samples)
+        if self.failed.isdisjoint(node.all_input_nodes):
+            try:
+                return self._results(node)
+            except Exception:
+                if not self.may_fail or info(node).written_storages:
+                    raise
+        if not self.state.isdisjoint(info(node).written_storages):
+            raise ArithmeticError("state is made of what parts of the batch do not compute")
+        self.failed.add(node)
+        return [_copied(self._call(node, 0)) for _ in self.samples]
+
+    def _results(self, node: fx.Node) -> list[Any]:
         if not info(node).is_random or node.target in MADE_DETERMINISTIC:
             results = [self._call(node, k) for k in range(len(self.samples))]
             if info(node).is_random and self.is_noisy:  # else a value less the same value after dropout is always 0
@@ -418,6 +462,12 @@ class _SideBySide:
         reduced = (self.eps[n] for n in sources if not any(isinstance(how, int) for how in self.joins[n]))
         self.eps[node] = max((_eps(values[0]), *reduced))
         self.joins[node] = self._joins_of(node) if node.op != "get_attr" else frozenset(("same",))
+        if node in self.failed:
+            written = info(node).written_storages
+            self.failed.update(n for n in self.values if not written.isdisjoint(info(n).storages))
+            self.joins |= dict.fromkeys(self.failed, _NO_JOIN)
+            self.depends.add(node)
+            return
         if node in self.last_maps:
             self.joins[node] = self.joins[sources[0]]
         if info(node).written_storages:

@@ -52,7 +52,7 @@ def test_in_dims_by_place_and_by_name():
 def test_input_without_batch_that_nothing_fixes_is_told_by_in_dims():
     table = torch.randn(4, 6)
     with pytest.raises(ArgumentError, match=r"act on each other.*\(in_dims=\{'args\[0\]': 0, 'args\[1\]': 0\} was"):
-        traced(lambda lin, x, t: lin(x * t.sum()), torch.randn(4, 6), table)
+        traced(lambda lin, x, t: lin(lin(x) * lin(t).sum()), torch.randn(4, 6), table)
     assert traced(lambda lin, x, t: lin(x) * t.sum(), torch.randn(4, 6), table, in_dims=(0, None)).in_dims == (0, None)
 
 

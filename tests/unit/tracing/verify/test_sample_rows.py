@@ -78,7 +78,7 @@ def test_samples_far_behind_act_on_all():
             return x * 2 + x[8:].sum(0)
 
     with pytest.raises(ArgumentError, match="put together"):
-        fxpipe.trace(nn.Sequential(Far(), nn.Linear(6, 6)), (torch.randn(12, 5, 6),))
+        fxpipe.trace(nn.Sequential(nn.Linear(6, 6), Far(), nn.Linear(6, 6)), (torch.randn(12, 5, 6),))
 
 
 def test_complex_rows_in_another_order():
@@ -100,7 +100,7 @@ def test_doubles_beside_a_constant_of_less_digits():
             return x + 1e-5 * x.mean(0) * torch.ones(6)
 
     with pytest.raises(ArgumentError, match="put together"):
-        fxpipe.trace(nn.Sequential(Little(), nn.Linear(6, 6).double()), (EXAMPLE.double(),))
+        fxpipe.trace(nn.Sequential(nn.Linear(6, 6), Little(), nn.Linear(6, 6)).double(), (EXAMPLE.double(),))
 
 
 @pytest.mark.parametrize("samples", [2, 3])
@@ -169,7 +169,7 @@ def test_a_map_with_weights_of_a_sample():
             return F.linear(torch.tanh(x), x[0])
 
     with pytest.raises(ArgumentError, match="put together"):
-        fxpipe.trace(nn.Sequential(Mixing(), nn.Linear(5, 6)), (EXAMPLE,))
+        fxpipe.trace(nn.Sequential(nn.Linear(6, 6), Mixing(), nn.Linear(5, 6)), (EXAMPLE,))
 
 
 class Masked(nn.Module):
