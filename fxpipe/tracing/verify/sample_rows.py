@@ -368,6 +368,8 @@ class _SideBySide:
     def _work(self, node: fx.Node, values: NodeValues) -> list[Any]:
         if node.target is expect or node in self.last_maps:  # expectations are values of the example
             return [None] * len(self.samples)
+        if node in self.traced.shared:
+            return [_copied(self._call(node, 0)) for _ in self.samples]
         if self.failed.isdisjoint(node.all_input_nodes):
             try:
                 return self._results(node)
@@ -451,9 +453,9 @@ class _SideBySide:
     def _look_at(self, node: fx.Node) -> None:
         sources, values = _value_sources(node), self.values[node]
         self.sources[node] = sources
-        if base_opname(node) in _UNSET or node in self.traced.shared or self._is_update(node, sources):
+        if base_opname(node) in _UNSET or self._is_update(node, sources):
             self._with_rows_of_whole(values)
-        elif not self.depends.isdisjoint(sources):
+        elif node not in self.traced.shared and not self.depends.isdisjoint(sources):
             self.depends.add(node)
         if node not in self.depends and not self.of_buffers.isdisjoint(sources):
             self.of_buffers.add(node)
