@@ -279,9 +279,9 @@ class RankEngine(Engine):
         own = parameters, changes_buffers, inputs.known, replicas.may_differ
         return ReplicaStart(inputs.batch, count, seed, replicas.is_synced, reduction, *own)
 
-    def refuse_sharing(self, bound: BoundProgram, is_whole: bool = False) -> None:
+    def refuse_sharing(self, program: RankProgram, is_whole: bool = False) -> None:
         """Raises `LossError` if replicas of the pipe would have to gather samples."""
-        if self.replicas.count > 1 and (is_whole or bound.head is not None):
+        if self.replicas.count > 1 and (is_whole or program.head is not None):
             what = "the loss needs all samples together" if is_whole else "forward computes what all samples share"
             raise LossError(f"{what}, and replicas of the pipe do not gather them: train with one replica")
 

@@ -1,4 +1,4 @@
-"""Losses and outputs in which samples meet at the end: they run once, on what all micro-batches give."""
+"""Losses and outputs in which samples meet at the end, and values of inputs that they share, are computed once."""
 
 import copy
 
@@ -134,7 +134,33 @@ def negatives_by_chance(a, b):
     return F.cross_entropy(scores, torch.zeros(len(a), dtype=torch.long)) + noise
 
 
+class Shared(Views):
+    """What samples share is computed of inputs alone, and used in forward."""
+
+    def forward(self, x, y):
+        return self.loss(self.encoder, x, y)
+
+
+def scale_of_all_series(encoder, x, y):
+    """The scaler of transformers' time series: series without observations have the scale of the batch."""
+    is_seen = (y > 0) & (y.sum(1, keepdim=True) > y.sum(1).min())
+    seen, total = is_seen.sum(1, keepdim=True), (x * is_seen).abs().sum(1, keepdim=True)
+    scale = torch.where(seen > 0, total / seen.clamp(min=1), total.sum(0) / seen.sum(0).clamp(min=1))
+    return (encoder(x / scale) * scale - y[:, :8]).square().sum(), scale
+
+
+def inputs_over_their_spread(encoder, x, y):
+    return (encoder((x - x.mean(0)) / x.std(0, keepdim=True)) + y.mean() - y[:, :8]).square().sum()
+
+
+def loss_over_the_largest(encoder, x, y):
+    return (encoder(x) - y[:, :8] / y.abs().max()).square().sum() * y.abs().max().square()
+
+
 MODELS = {
+    "a scale of all series": lambda: Shared(scale_of_all_series),
+    "inputs over their spread": lambda: Shared(inputs_over_their_spread),
+    "a loss over the largest": lambda: Shared(loss_over_the_largest),
     "two towers": TwoTowers,
     "SimCLR": lambda: Views(nt_xent),
     "SimCLR with a mask": lambda: Views(nt_xent_with_a_mask),
@@ -405,6 +431,28 @@ def test_a_mini_batch_in_one_micro_batch_is_no_problem_for_forward_backward():
     want.backward()
     torch.testing.assert_close(loss, want.detach())
     assert_gradients(model, plain)
+
+
+def test_micro_batches_of_the_caller_and_mini_batches_of_a_stream_share_their_own():
+    plain = Shared(loss_over_the_largest)
+    parts = [inputs(plain, 8, torch.float32, seed) for seed in (1, 2)]
+    losses = torch.stack([plain(*part) for part in parts])
+    losses.sum().backward()
+    model, calls = copy.deepcopy(plain), [(part, {}, None) for part in parts]
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=parts[0], schedule="pipedream") as pipe:
+        optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.0)
+        stream = pipe.train_stream(calls, optimizer=optimizer, reduction="sum")
+        torch.testing.assert_close(torch.stack([*stream]), losses.detach())
+        model.zero_grad()
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=parts[0]) as pipe:
+        pipe.forward_backward(micro_batches=calls, reduction="sum")
+        assert_gradients(model, plain)
+
+
+def test_what_an_input_with_a_gradient_gives_is_refused():
+    x, y = inputs(plain := Shared(inputs_over_their_spread), 8, torch.float32)
+    with pytest.raises(ArgumentError, match="samples act on each other"):
+        fxpipe.trace(plain, (x.requires_grad_(), y), chunks=2)
 
 
 def test_a_stream_refuses_it_before_a_mini_batch_runs():
