@@ -10,23 +10,19 @@ A copy must have the same value in every stage: it has no gradient, no randomnes
 that is written to, and depends only on model inputs, on constant buffers, on plain numbers (sizes of any tensor, which
 cost nothing), and on other such nodes. It does not depend on parameters, since a stage would need their memory.
 
-The best choice for one stage is a minimum cut: a needed value costs the time to receive it, or to compute it and all of
-its inputs; shared inputs count once. This is the selection problem of J. Rhys, "A Selection Problem of Shared Fixed
-Costs and Network Flows", Management Science 17 (1970), and the solution is exact.
+A stage computes a value if this, with all that it lacks for it, takes less time than to receive it. Values are chosen
+in the order of the graph, so that later ones find the earlier ones at hand.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from fractions import Fraction
 
 import torch
 from torch import fx
 
-from fxpipe.rewriting.program import PIPE_INPUT, Program
+from fxpipe.rewriting.program import Program
 from fxpipe.rewriting.reorder import has_side_effects, touched_alias_classes, written_alias_classes
-from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 
@@ -85,77 +81,29 @@ def choose_rematerialization(
     """
     again = rematerializable_nodes(traced)
     attributes = {str(n.target): n.name for n in traced.graph.nodes if n.op == "get_attr"}
-    containers = {container.name for node in traced.nodes if (container := container_of(node)) is not None}
     numbers = {n.name for n in traced.nodes if info(n).number is not None}
     chosen_names: list[tuple[str, ...]] = []
     for stage, arrival in zip(program.stages, receive, strict=True):
-        if arrival is None:
-            chosen_names.append(())
-            continue
-        at_hand = numbers | {r.name for r in stage.receives if r.source == PIPE_INPUT}
-        at_hand |= {attributes[name] for name in stage.attributes}
-        needed = [r.name for r in stage.receives if r.source != PIPE_INPUT]
-        wanted = _with_sources([name for name in needed if name in again], again)
-        prices = {
-            name: 0.0 if name in at_hand else math.inf if name in containers else arrival(sizes[name])
-            for name in wanted
-        }
-        chosen = cheapest_rematerialization([n for n in needed if n in again], again, prices, seconds)
+        needed = {r.name for r in stage.receives}
+        at_hand = numbers | {attributes[name] for name in stage.attributes} | (needed - again.keys())
+        chosen: set[str] = set()
+        for value in [name for name in again if name in needed and arrival is not None]:
+            missing = _missing(value, again, at_hand)
+            assert arrival is not None
+            cost = sum(seconds[name] if name in again else arrival(sizes[name]) for name in missing)
+            if cost < arrival(sizes[value]):
+                chosen |= missing & again.keys()
+                at_hand |= missing
+            at_hand.add(value)
         chosen_names.append(tuple(name for name in again if name in chosen))
     return tuple(chosen_names)
 
 
-def _with_sources(names: Sequence[str], again: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns these values and all values from which they are computed."""
-    closure = dict.fromkeys(names)
-    waiting = [*closure]
+def _missing(value: str, again: Mapping[str, Sequence[str]], at_hand: Collection[str]) -> set[str]:
+    """Returns what a stage lacks to compute a value: the value itself, and all that it is computed from."""
+    missing, waiting = {value}, [value]
     while waiting:
-        for source in again.get(waiting.pop(), ()):
-            if source not in closure:
-                closure[source] = None
-                waiting.append(source)
-    return [*closure]
-
-
-def cheapest_rematerialization(
-    needed: Collection[str],
-    again: Mapping[str, Sequence[str]],
-    receive: Mapping[str, float],
-    compute: Mapping[str, float],
-) -> frozenset[str]:
-    """Selects the values to compute so that all of `needed` are available in the least time; in a tie, the fewest.
-
-    Args:
-        needed: values that the stage uses.
-        again: value -> its inputs, for values that can be computed.
-        receive: value -> seconds to receive it, for all values that may be needed; infinite if impossible.
-        compute: value -> seconds to compute it.
-    """
-    if not needed:
-        return frozenset()
-    import networkx  # slow to import; many models have no such values
-
-    # The source side of the cut holds the values that must be available and, as (value,), those that are computed. An
-    # arc out of a value is cut if it is received, an arc to the sink if it is computed. Of equal cuts networkx returns
-    # the one nearest to the end of the flow. All arcs are reversed here, so this is the cut with the fewest computed.
-    arcs = networkx.DiGraph()
-
-    def add_arc(start: object, stop: object, seconds: float) -> None:
-        # Fractions are exact, and full arcs are found by comparison. No capacity means infinite.
-        arcs.add_edge(stop, start, **({} if math.isinf(seconds) else {"capacity": Fraction(seconds)}))
-
-    for value in needed:
-        add_arc(_SOURCE, value, math.inf)
-    for value in _with_sources([*needed], again):
-        if value not in again:
-            add_arc(value, _SINK, receive[value])
-            continue
-        add_arc(value, (value,), receive[value])
-        add_arc((value,), _SINK, compute[value])
-        for source in again[value]:
-            add_arc((value,), source, math.inf)
-    _, (_, source_side) = networkx.minimum_cut(arcs, _SINK, _SOURCE)
-    return frozenset(value for value in again if (value,) in source_side)
-
-
-_SOURCE, _SINK = object(), object()
+        new = {source for source in again.get(waiting.pop(), ()) if source not in at_hand} - missing
+        missing |= new
+        waiting += new
+    return missing
