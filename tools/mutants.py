@@ -39,7 +39,7 @@ COPIED = ("fxpipe", "tests", "tools", "examples", "pyproject.toml", "README.md")
 # test file that is slow where much else runs must not count as one that has seen the fault.
 LIMIT, TIMES = 60.0, 6.0
 PRELOADED = (
-    "torch hypothesis numpy sympy networkx pytest torch.fx torch.export torch._subclasses.fake_tensor "
+    "torch hypothesis numpy sympy pytest torch.fx torch.export torch._subclasses.fake_tensor "
     "torch.fx.experimental.symbolic_shapes torch.utils.checkpoint torch.utils.flop_counter torch.profiler"
 ).split()
 
