@@ -28,7 +28,7 @@ from fxpipe.errors import InternalError
 from fxpipe.rewriting.aliasing import Aliases, alias_classes_written_at
 from fxpipe.rewriting.deferred_batch_norm import DeferredBatchNorm, defer_batch_norm, defer_in_opaque_call
 from fxpipe.rewriting.portals import insert_pop, insert_stash, skips_of
-from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue, SourceLocation, Stage
+from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue, SourceLocation, Stage, clone
 from fxpipe.rewriting.rematerialize import rematerializable_nodes
 from fxpipe.rewriting.reorder import random_ordinals
 from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
@@ -39,7 +39,6 @@ from fxpipe.tracing.node_arguments import container_of, set_node_device
 from fxpipe.tracing.node_info import WriteOrder, info, opaque_call_of, random_draws_of, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects, running_statistics
-from fxpipe.utils.clone import clone
 
 # -- The code of a stage for people: expressions of the model, with modules and source lines in comments -------------
 

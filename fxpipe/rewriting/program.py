@@ -239,3 +239,15 @@ class WeightGradientTape:
 
 def _sum_gradients(have: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return new + have if have.is_sparse else have + new  # torch does not add sparse + dense
+
+
+def clone(value: torch.Tensor) -> torch.Tensor:
+    """Returns a copy that the stage may write to.
+
+    Unlike `Tensor.clone` it preserves strides with gaps, so that `contiguous` copies in the same cases as before.
+    Tensors with overlapping memory (stride 0) become dense; torch refuses to write to them anyway.
+    """
+    copy = value.clone()
+    if copy.stride() == value.stride() or 0 in value.stride():
+        return copy
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)

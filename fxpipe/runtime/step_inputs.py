@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from fxpipe.errors import StateError
+from fxpipe.rewriting.program import clone
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors, different_programs
 from fxpipe.runtime.microbatches import scatter
-from fxpipe.utils.clone import clone
 from fxpipe.utils.output_combination import needing_all
 
 

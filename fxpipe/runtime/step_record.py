@@ -24,8 +24,7 @@ from fxpipe.simulation.text_timeline import timeline_lines
 from fxpipe.simulation.timeline import Span, StepTimeline, TransferRecord
 from fxpipe.simulation.timeline_mixin import TimelineMixin
 from fxpipe.utils import accelerator
-from fxpipe.utils.ipython import show_as_printed
-from fxpipe.utils.text_table import text_table
+from fxpipe.utils.text_table import show_as_printed, text_table
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:

@@ -34,8 +34,7 @@ from fxpipe.simulation.timeline import (
     memory_timeline_of,
 )
 from fxpipe.simulation.timeline_mixin import TimelineMixin
-from fxpipe.utils.ipython import show_as_printed
-from fxpipe.utils.text_table import bytes_of_limit, text_table, wrap_text
+from fxpipe.utils.text_table import bytes_of_limit, show_as_printed, text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 # -- The critical path: the chain of actions and transfers that determines the end of a step, found backwards ----------

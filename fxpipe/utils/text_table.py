@@ -6,6 +6,7 @@ import contextlib
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 from tabulate import tabulate
 
@@ -125,3 +126,8 @@ def bytes_of_limit(size: float, limit: float) -> str:
     number, unit = human_bytes(size).split()
     most = human_bytes(limit)
     return f"{number} of {most}" if most.endswith(f" {unit}") else f"{number} {unit} of {most}"
+
+
+def show_as_printed(shown: object, printer: Any, cycle: bool) -> None:
+    """Shows a result in IPython as `print` does: the `_repr_pretty_` of classes that print as tables."""
+    printer.text(str(shown))

@@ -15,7 +15,7 @@ from fxpipe.scheduling import CHECKPOINTS, as_schedule_like
 from fxpipe.simulation import MemoryFit
 from fxpipe.simulation.costs import check_costs
 from fxpipe.utils.files import dataclass_from_json, dataclass_to_json, write_atomically
-from fxpipe.utils.ipython import show_as_printed
+from fxpipe.utils.text_table import show_as_printed
 from fxpipe.utils.units import parse_count
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxpipe.planning.tuning.candidates import TuningData
-from fxpipe.utils.ipython import show_as_printed
+from fxpipe.utils.text_table import show_as_printed
 
 
 @dataclass(frozen=True, slots=True)

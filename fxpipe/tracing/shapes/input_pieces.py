@@ -60,8 +60,6 @@ class InputValues:
         def attribute(node: fx.Node) -> torch.Tensor:
             return fake_if_active(attribute_tensor(self.traced, node)).detach().to(self.device)
 
-        if not self.results:
-            return {}
         values: NodeValues = {}
         for _ in run_nodes(self.program, values, placeholder, attribute, run_node_without_grad):
             pass
@@ -100,8 +98,7 @@ def with_head(traced: Traced) -> Traced:
         first = next(n for n in traced.graph.nodes if n.op != "placeholder")
         with traced.graph.inserting_before(first):
             new = traced.graph.placeholder(f"in_{place}")
-        known = info(node)
-        set_info(new, NodeInfo(known_shapes=known.known_shapes, dynamic_shapes=known.dynamic_shapes))
+        set_info(new, NodeInfo(known_shapes=info(node).known_shapes, dynamic_shapes=info(node).dynamic_shapes))
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in traced.shared)
     for node in reversed(traced.nodes):
         if node in traced.shared and not node.users:

@@ -36,7 +36,6 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import detached, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.utils.progress import progress
-from fxpipe.utils.union_find import UnionFind
 
 NORM_FUNCTIONS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
 
@@ -154,7 +153,7 @@ def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
     """Merges the effects of the runs at all sizes that will occur."""
     nodes = traced.nodes
     place, last = _places_and_last_users(traced)
-    classes = UnionFind[_StorageKey]()
+    classes = _UnionFind()
     first: dict[fx.Node, _StorageKey] = {}
     for number, one in enumerate(seen):
         for node, storages in one.storages.items():
@@ -206,6 +205,24 @@ def _places_and_last_users(traced: Traced) -> tuple[dict[fx.Node, int], dict[fx.
 
 
 _StorageKey = tuple[int, int]
+
+
+class _UnionFind:
+    """Disjoint sets of storages. A new one is a set by itself."""
+
+    def __init__(self) -> None:
+        self._parent: dict[_StorageKey, _StorageKey] = {}
+
+    def find(self, item: _StorageKey) -> _StorageKey:
+        parent = self._parent
+        parent.setdefault(item, item)
+        while parent[item] != item:
+            parent[item] = parent[parent[item]]
+            item = parent[item]
+        return item
+
+    def unite(self, one: _StorageKey, other: _StorageKey) -> None:
+        self._parent[self.find(one)] = self.find(other)
 
 
 def _run_observed(

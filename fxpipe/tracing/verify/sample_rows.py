@@ -73,6 +73,7 @@ class _Findings:
     opened: set[fx.Node] = field(default_factory=set)  # blocks observed to depend on that argument
     sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # arguments and values written to the node
     parameters: _Opened = field(default_factory=dict)
+    may_fail: bool = False  # may a node fail on a part? It does not join then, and parts go on with the whole's value
 
     def rows(self, node: fx.Node) -> bool:
         return any(isinstance(how, int) or how == "parts" for how in self.joins[node])
@@ -137,12 +138,12 @@ def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dim
     output = traced.graph.output_node()
     ways = [(traced, output.args, refusal, is_told)]
     if shared := shared_values(traced):  # from here on the same in all micro-batches
-        headed = with_out_dims(replace(traced, shared=shared), out_dims)
-        other, is_told = _refusal_of(headed, leaves, chunks)
-        if is_told and other is None:
-            return headed, True
-        if is_told and other is not None:
-            ways.append((headed, output.args, other, True))
+        with contextlib.suppress(ArgumentError):
+            headed = with_out_dims(replace(traced, shared=shared), out_dims)
+            other, is_for_all = _refusal_of(headed, leaves, chunks)
+            if is_for_all and other is None:
+                return headed, True
+            ways += [(headed, output.args, other, True)] if is_for_all and other is not None else []
     for way, output.args, why, is_told in ways:
         try:
             return _with_longer_tail(way, out_dims, why), is_told
@@ -206,7 +207,7 @@ def _refusal(
 ) -> _Refusal | None:
     even = (sum(parts) // 2,) * 2 if sum(parts) == SAMPLES and _holds_at(traced, [SAMPLES // 2]) else parts
     try:
-        findings = _findings(traced, leaves, parts, even, False)
+        findings = _look_for(_Findings(), traced, leaves, parts, even)
     except Exception as error:
         refusal = ArgumentError(
             f"whether samples act on each other cannot be told, since parts of the batch do not run: {error}; "
@@ -214,7 +215,7 @@ def _refusal(
         )
         refusal.__cause__ = error
         try:
-            findings = _findings(traced, leaves, parts, even, True)
+            findings = _look_for(_Findings(may_fail=True), traced, leaves, parts, even)
         except Exception:
             return _Refusal(refusal)
     hiding = findings.distrust()
@@ -225,12 +226,11 @@ def _refusal(
     return None
 
 
-def _findings(
-    traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], even: tuple[int, ...], may_fail: bool
+def _look_for(
+    findings: _Findings, traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], even: tuple[int, ...]
 ) -> _Findings:
-    findings = _Findings()
     for mode, split in dict.fromkeys((("loud", parts), ("plain", parts), ("loud", even), ("equal", even))):
-        run = _run(traced, leaves, split, mode, findings.parameters, may_fail)
+        run = _run(traced, leaves, split, mode, findings)
         findings.add(run)
         hides = findings.blocks or run.has_python or not run.is_noisy or findings.hiding()
         if not hides:
@@ -269,13 +269,11 @@ def _claims(traced: Traced) -> Iterator[tuple[str, fx.Node, int | str]]:
         yield name, node, how
 
 
-def _run(
-    traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: str, opened: _Opened, may_fail: bool
-) -> _SideBySide:
+def _run(traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: str, findings: _Findings) -> _SideBySide:
     """Runs whole and parts; retries in the original order, then without noise, if the model rejects the values."""
     ways = [(True, True), (False, True), (False, False)]
     for is_reversed, is_noisy in ways[("loud", "equal", "plain").index(mode) :]:
-        run = _SideBySide(traced, parts, mode, is_noisy, opened, may_fail)
+        run = _SideBySide(traced, parts, mode, is_noisy, findings)
         try:
             run.run(leaves, is_reversed)
             break
@@ -288,22 +286,11 @@ def _run(
 class _SideBySide:
     """A run on the whole and its parts. The values of a node are a list: of the whole, then of each part."""
 
-    def __init__(
-        self,
-        traced: Traced,
-        parts: Sequence[int],
-        mode: str,
-        is_noisy: bool,
-        opened_parameters: _Opened,
-        may_fail: bool,
-    ):
+    def __init__(self, traced: Traced, parts: Sequence[int], mode: str, is_noisy: bool, findings: _Findings):
         self.traced, self.parts, self.mode, self.is_noisy = traced, parts, mode, is_noisy
-        self.opened_parameters = opened_parameters
+        self.opened_parameters, self.may_fail = findings.parameters, findings.may_fail
         self.joins: dict[fx.Node, _Joins] = {}
         self.depends, self.blocks, self.opened = set[fx.Node](), set[fx.Node](), set[fx.Node]()
-        self.may_fail = (
-            may_fail  # may a node fail on a part? It does not join then, and parts go on with the whole's value
-        )
         self.failed = set[fx.Node]()
         self.sources: dict[fx.Node, list[fx.Node]] = {}
         self.features = set[fx.Node]()  # floats computed from parameters or from float inputs

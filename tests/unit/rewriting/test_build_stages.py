@@ -10,8 +10,8 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import PartitionError
 from fxpipe.rewriting import PIPE_INPUT, ConstantOutput, forbidden_cuts, split_into_stages
+from fxpipe.rewriting.program import clone
 from fxpipe.tracing import trace
-from fxpipe.utils.clone import clone
 
 CUDA = torch.device("cuda", 0)
 
