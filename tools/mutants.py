@@ -1427,7 +1427,7 @@ TRACING = (
         "tracing/shapes/batch_reductions.py",
         "            if is_joint and (reader := self._reader_of_changed_state(piece.node)):",
         "            if not is_joint and (reader := self._reader_of_changed_state(piece.node)):",
-        "behaviour/test_joint_tail.py::test_state_and_random_numbers_of_the_tail_are_refused_with_the_line",
+        "behaviour/test_joint_tail.py::test_state_of_the_tail_is_refused_with_the_line",
     ),
     Mutant(
         "tracing/verify/sample_rows.py",

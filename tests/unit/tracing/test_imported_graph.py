@@ -277,7 +277,7 @@ class Model(Forward):
 
 
 def _lot_of_numpy(m: Any, a: torch.Tensor) -> torch.Tensor:
-    return m.lin(a) if np.random.rand() < 0.5 else m.lin(a) * 2
+    return m.lin(a) if np.random.normal() < 0.5 else m.lin(a) * 2
 
 
 def _freeze(m: Any, a: torch.Tensor) -> torch.Tensor:
@@ -362,8 +362,8 @@ LOST: dict[str, tuple[Any, str]] = {
     ),
     "what requires grad in a buffer": (_write_tied, "writes into 'mean' a tensor that requires grad.*detach it"),
     "default dtype": (_default_dtype, r"default dtype.*pass dtype="),
-    "python's random numbers": (lambda m, a: m.lin(a) * random.random(), "Python's or numpy's random .*leaf_modules"),
-    "numpy's random numbers": (lambda m, a: m.lin(a) * float(np.random.rand()), "Python's or numpy's random numbers"),
+    "python's random numbers": (lambda m, a: m.lin(a) * random.gauss(), "Python's or numpy's random .*leaf_modules"),
+    "numpy's random numbers": (lambda m, a: m.lin(a) * float(np.random.normal()), "Python's or numpy's random numbers"),
     "a decision by lot of numpy's": (_lot_of_numpy, "Python's or numpy's random numbers"),
 }
 
