@@ -178,7 +178,7 @@ def _refusal_of(traced: Traced, leaves: Sequence[Any], chunks: int) -> tuple[_Re
         if refusal is None:
             return None, parts == few[0]
         first = first or (refusal if refusal.joins else None)
-        if refusal.joins and (parts[0] > 1 or not can_run_deterministically(traced)):
+        if refusal.has_run and (parts[0] > 1 or not can_run_deterministically(traced)):
             break  # even micro-batches would need a comparison in each step
     return first or refusal, splits[0] == few[0]
 
@@ -187,6 +187,7 @@ def _refusal_of(traced: Traced, leaves: Sequence[Any], chunks: int) -> tuple[_Re
 class _Refusal:
     error: ArgumentError
     joins: dict[fx.Node, _Joins] = field(default_factory=dict)  # joins in all runs; empty if the parts did not run
+    has_run: bool = False  # did each node run on the parts?
 
 
 # No model of the zoo: a loss of statistics over the batch needs it (behaviour/test_joint_tail.py).
@@ -222,8 +223,9 @@ def _refusal(
     for name, node, how in claims:
         if how not in findings.joins[node]:
             is_hidden = bool(hiding & {*dependencies_of(node)})
-            return _Refusal(_mixing_error(traced, name, node, findings.meeting(node), is_hidden), findings.joins)
-    return None
+            mixing = _mixing_error(traced, name, node, findings.meeting(node), is_hidden)
+            return _Refusal(mixing, findings.joins, not findings.may_fail)
+    return _Refusal(refusal) if findings.may_fail else None
 
 
 def _look_for(
