@@ -4,6 +4,7 @@
     python tools/coverage.py --models 'gpt*' monai  # by name, by pattern, by package
     python tools/coverage.py --no-others --stages 3 --json coverage.json
     python tools/coverage.py --sizes-only           # inputs of several sizes, and how many graphs they take
+    python tools/coverage.py --drawn 7 --count 40   # of transformers that the zoo does not name, drawn by a seed
     python tools/coverage.py --mechanisms           # how many models take which mechanism of fxpipe, at 3 stages
 
 Every model trains and evaluates; what is right, and how exactly, says `tests/zoo/reference.py`. Models run in
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -35,29 +37,32 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the zoo is there
 
+from drawn_models import drawn, entry_of
 from zoo import Entry, select
 from zoo.mechanisms import MECHANISMS, missed
 from zoo.processes import rows_of
-from zoo.row import AT_SIZES, MODES, WAYS, Row
+from zoo.row import AT_SIZES, IN_ONE, MODES, WAYS, Row
 from zoo.sizes import MANY_GRAPHS
 
 HEADERS = (
     "model mode stages traced_by nodes leaf outputs gradients buffers seconds graphs symbolic_trace pipelining".split()
 )
-OWN_WAYS = ("fxpipe", AT_SIZES)
+OWN_WAYS = ("fxpipe", AT_SIZES, IN_ONE)
 WIDTH = 46  # of a verdict with its exception
 
 
 def main() -> int:
     options = _options()
     entries = select(options.models)
+    if options.drawn is not None:
+        entries = [entry_of(name) for name in itertools.islice(drawn(options.drawn), options.count)]
     rows: list[Row] = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for number, found in enumerate(pool.map(lambda entry: _rows(entry, options), entries), 1):
             rows += found
             for row in found:
                 if row.way in OWN_WAYS:
-                    what = f"at sizes, {row.graphs} graphs" if row.way == AT_SIZES else str(row.stages)
+                    what = f"at sizes, {row.graphs} graphs" if row.way == AT_SIZES else f"{row.way} {row.stages}"
                     print(f"{number:3}/{len(entries)} {row.model} {row.mode} {what}: {_verdict(row)}", flush=True)
             if options.json:
                 options.json.write_text(json.dumps([asdict(row) | {"called": ()} for row in rows], indent=1))
@@ -79,6 +84,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: 1)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for a row (default: 180)")
     parser.add_argument("--json", type=Path, help="file for all rows, written as they come")
+    parser.add_argument("--drawn", type=int, metavar="SEED", help="models drawn by a seed, not the zoo")
+    parser.add_argument("--count", type=int, default=40, help="how many of them (default: 40)")
     options = parser.parse_args()
     if options.mechanisms or options.sizes_only:
         options.no_others, options.stages = True, [max(options.stages)]
@@ -86,6 +93,8 @@ def _options() -> argparse.Namespace:
 
 
 def _rows(entry: Entry, options: argparse.Namespace) -> list[Row]:
+    if options.drawn is not None:
+        return rows_of(entry, [(way, mode, 2) for way in ("fxpipe", IN_ONE) for mode in MODES], options.limit)
     tasks = [("fxpipe", mode, stages) for mode in MODES for stages in options.stages if not options.sizes_only]
     tasks += [(AT_SIZES, mode, max(options.stages)) for mode in MODES]
     if not options.no_others:
@@ -146,7 +155,7 @@ def _verdict(row: Row) -> str:
 def _summary(rows: Sequence[Row]) -> list[list[object]]:
     """How many models and modes each way gets right: of fxpipe, by number of stages, and at several sizes."""
     groups: dict[str, collections.Counter[str]] = {}
-    for row in rows:
+    for row in (row for row in rows if row.verdict != "not built"):
         name = f"fxpipe, {row.stages} stages" if row.way == "fxpipe" else row.way
         if row.way == AT_SIZES:
             few = f"at most {MANY_GRAPHS} graphs" if row.graphs <= MANY_GRAPHS else "more graphs"
@@ -163,8 +172,8 @@ def _print_troubles(rows: Sequence[Row]) -> None:
     """What fxpipe did not get right, each message once."""
     where: dict[str, list[str]] = {}
     for row in rows:
-        if row.way in OWN_WAYS and row.verdict != "right":
-            what = f"at sizes {row.sizes}" if row.way == AT_SIZES else str(row.stages)
+        if row.way in OWN_WAYS and row.verdict not in ("right", "not built"):
+            what = f"at sizes {row.sizes}" if row.way == AT_SIZES else f"{row.way} {row.stages}"
             where.setdefault(f"{row.verdict}: {row.message}", []).append(f"{row.model} {row.mode} {what}")
     for text, places in where.items():
         print(f"{', '.join(places)}\n    {text}")

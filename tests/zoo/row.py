@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 WAYS = ("fxpipe", "symbolic_trace", "pipelining")
 AT_SIZES = "sizes"
+IN_ONE = "chunks=1"
 MODES = ("train", "eval")
 
 Task = tuple[str, str, int]  # way, mode, number of stages
@@ -14,7 +15,7 @@ Task = tuple[str, str, int]  # way, mode, number of stages
 class Row:
     """What one way made of one entry. Only fxpipe fills in what is below the message.
 
-    "sizes" is fxpipe as well, with a batch of each of several sizes.
+    "sizes" and "chunks=1" are fxpipe as well, with a batch of each of several sizes, and with one micro-batch.
     """
 
     model: str
@@ -22,7 +23,9 @@ class Row:
     way: str
     mode: str  # "train" or "eval"
     stages: int
-    verdict: str  # "right", "refused", "wrong outputs", "wrong gradients", "wrong buffers", "fails", "hangs", "crashes"
+    verdict: (
+        str  # "right", "refused", "wrong outputs", "wrong gradients", "wrong buffers", "fails", "hangs", "crashes"...
+    )
     message: str = ""
     tracer: str = ""
     remarks: str = ""  # what is special about the way

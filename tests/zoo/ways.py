@@ -1,5 +1,6 @@
 """The ways to take a model apart, each run on one entry and judged against the plain model."""
 
+import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -14,14 +15,14 @@ import fxpipe
 from fxpipe.errors import FxpipeError, InternalError, StateError
 from zoo.entry import Call, Entry
 from zoo.reference import CHUNKS, STEP_SEED, Comparison, Leaves, Step, back, compare, direct_step, flat, micro_batches
-from zoo.row import AT_SIZES, Row
+from zoo.row import AT_SIZES, IN_ONE, Row
 from zoo.sizes import MANY_GRAPHS, with_sizes
 
 
 def run(entry: Entry, way: str, mode: str, stages: int) -> Row:
     """One row; raises where the plain model does."""
     judges = {"fxpipe": _fxpipe, AT_SIZES: _at_sizes, "symbolic_trace": _symbolic, "pipelining": _pipelining}
-    judge = judges[way]
+    judge = judges[way] if way != IN_ONE else functools.partial(_fxpipe, chunks=1)
     found = judge(entry, mode == "train", stages)
     return Row(entry.name, entry.family, way, mode, stages, **found)
 
@@ -29,7 +30,7 @@ def run(entry: Entry, way: str, mode: str, stages: int) -> Row:
 # -- fxpipe ----------------------------------------------------------------------------------------------------------
 
 
-def _fxpipe(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
+def _fxpipe(entry: Entry, training: bool, stages: int, chunks: int = CHUNKS) -> dict[str, Any]:
     model, (args, kwargs) = entry.build()
     model.train(training)
     start = time.perf_counter()
@@ -37,7 +38,7 @@ def _fxpipe(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         pipe = fxpipe.pipeline(
-            model, workers(stages), CHUNKS, example_args=args, example_kwargs=kwargs, **entry.options
+            model, workers(stages), chunks, example_args=args, example_kwargs=kwargs, **entry.options
         )
         found = _about(pipe) | {"plan_seconds": time.perf_counter() - start}
         verdict, message = _verified(pipe, entry.build()[1])
