@@ -23,9 +23,7 @@ class Row:
     way: str
     mode: str  # "train" or "eval"
     stages: int
-    verdict: (
-        str  # "right", "refused", "wrong outputs", "wrong gradients", "wrong buffers", "fails", "hangs", "crashes"...
-    )
+    verdict: str  # "right", "refused", "wrong outputs", "wrong gradients", "wrong buffers", "fails", "hangs", "crashes"
     message: str = ""
     tracer: str = ""
     remarks: str = ""  # what is special about the way
