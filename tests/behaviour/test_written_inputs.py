@@ -447,8 +447,9 @@ def test_forward_backward_refuses_to_write_to_an_input_that_requires_grad():
 def test_samples_that_act_on_each_other_in_what_is_written_are_noticed():
     class Centred(Case):
         def forward(self, x, state):
-            state.copy_((x - x.mean(0)).detach())
-            return self.two(x)
+            y = self.two(x)
+            state.copy_((y - y.mean(0)).detach())
+            return self.two(y)
 
     with pytest.raises(ArgumentError, match="what forward writes to an input"):
         fxpipe.pipeline(Centred(), ["cpu"], 2, example_args=(torch.randn(4, 4), torch.zeros(4, 4)))

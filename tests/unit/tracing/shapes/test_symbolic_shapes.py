@@ -58,7 +58,7 @@ def test_input_without_batch_that_nothing_fixes_is_told_by_in_dims():
 
 BAD_INPUTS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
     "different sizes": (
-        lambda lin, x, y: (lin(x * x.sum()), lin(y * y.sum())), (torch.randn(4, 6), torch.randn(3, 6)), {},
+        lambda lin, x, y: (lin(x * lin(x).sum()), lin(y * lin(y).sum())), (torch.randn(4, 6), torch.randn(3, 6)), {},
         r"inputs disagree on the batch size \(args\[0\]: 4, args\[1\]: 3\).*None in in_dims",
     ),
     "no dimensions": (lambda lin, x: lin.weight * x, (torch.tensor(2.0),), {}, "no input has a batch dimension"),
