@@ -64,7 +64,7 @@ class RankStreamLoop(StreamLoop):
         self._is_leader, self._is_last = rank == inside.leader, rank == inside.last
         # `batches=()` on the last rank means that there are no targets.
         self._has_batches = not (isinstance(batches, (tuple, list)) and not batches)
-        self._program: RankProgram | None = None  # of the segment
+        self._program: RankProgram | None = None  # the program of the segment
         self._call: ModelCall | None = None  # on the leader: the last mini-batch read, if it has not run
         self._has_more = True  # on the leader: False if reading has ended
 

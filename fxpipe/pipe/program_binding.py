@@ -9,7 +9,7 @@ from fxpipe.planning.passes import PreparedGraph
 from fxpipe.runtime import BoundProgram, wire_program
 from fxpipe.runtime.bound_program import StageReplica
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.shapes.input_pieces import InputValues
+from fxpipe.tracing.shapes.input_values import InputValues
 from fxpipe.tracing.traced import Traced
 
 

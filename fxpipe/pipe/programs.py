@@ -52,7 +52,7 @@ from fxpipe.utils.pytree import flatten, has_own_attributes
 from fxpipe.utils.random_generators import peek_seed
 
 SizesOf: TypeAlias = Callable[[int], Collection[int]]  # mini-batch -> sizes of its micro-batches
-MAX_GRAPHS = 16  # of one model; the oldest is dropped
+MAX_GRAPHS = 16  # limit for one model; the oldest is dropped
 MANY_PYTHON_VALUES = 4  # values of one name that forward reads, before a warning
 MANY_VALUE_GRAPHS = 8  # graphs that differ in values or sizes only, before a warning
 ATTEMPTS = 2  # graphs that try to make a dimension dynamic: it may be fixed at one size only

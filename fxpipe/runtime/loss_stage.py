@@ -262,7 +262,7 @@ class MiniBatchLossStage(LossStage):
         return self.losses(output, 0)
 
     def output(self, outputs: Sequence[Any] | None) -> Any:
-        return self.kept  # what runs once may draw random numbers
+        return self.kept  # another run of the tail could draw other random numbers
 
 
 @dataclass(frozen=True, slots=True)

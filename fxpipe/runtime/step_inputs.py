@@ -128,7 +128,7 @@ class StepInputs:
 
 
 def _with_head(bound: BoundProgram, leaves: Sequence[Any], samples: int) -> Sequence[Any]:
-    """Returns the inputs of the program: those of the model, and the values of these that samples share."""
+    """Returns the inputs of the program: the model's inputs, and the values that `bound.head` computes from them."""
     return leaves if bound.head is None else [*leaves, *bound.head(leaves, samples).values()]
 
 

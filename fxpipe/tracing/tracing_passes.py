@@ -8,7 +8,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
 from fxpipe.tracing.record.untracked_sizes import read_untracked_sizes
-from fxpipe.tracing.shapes.input_pieces import with_head
+from fxpipe.tracing.shapes.input_values import with_head
 from fxpipe.tracing.shapes.output_dims import without_tail
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.trace_request import TraceRequest

@@ -98,7 +98,7 @@ MECHANISMS = (
         ("a total over a count", "tracing.shapes.batch_reductions.ReductionWalk._counted_piece"),
         ("means over elements chosen by values", "tracing.shapes.batch_reductions.ReductionWalk._elements_piece"),
         ("a tail from where samples have not met", "tracing.verify.sample_rows._with_longer_tail?"),
-        ("pieces known from inputs", "tracing.shapes.input_pieces.InputValues.__call__", "forward_backward()"),
+        ("pieces known from inputs", "tracing.shapes.input_values.InputValues.__call__", "forward_backward()"),
         ("weights of elements checked", "runtime.loss_weighting_check.LossWeightingCheck.note"),
         ("put together as the user says", "utils.pytree.broadcast_prefix?"),
     ),

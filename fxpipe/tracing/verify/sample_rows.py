@@ -38,7 +38,7 @@ from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_rng, preserve_state
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError, base_opname, dependencies_of
-from fxpipe.tracing.shapes.input_pieces import shared_values
+from fxpipe.tracing.shapes.input_values import shared_values
 from fxpipe.tracing.shapes.output_dims import with_out_dims
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.equivalence import is_close, take_samples
