@@ -1406,6 +1406,36 @@ TRACING = (
         "behaviour/test_continuation.py::test_checkpoints_around_calls_that_are_recorded_are_calls",
     ),
     Mutant(
+        "tracing/shapes/input_values.py",
+        "if not is_trained and walk",
+        "if walk",
+        "behaviour/test_joint_tail.py::test_what_an_input_with_a_gradient_gives_is_refused",
+    ),
+    Mutant(
+        "runtime/step_inputs.py",
+        "            parts = [*map(_with_head, given_inputs.bounds, given_inputs.leaves, given_inputs.samples)]",
+        "            parts = given_inputs.leaves",
+        "behaviour/test_joint_tail.py::test_micro_batches_of_the_caller_and_mini_batches_of_a_stream_share_their_own",
+    ),
+    Mutant(
+        "runtime/stream.py",
+        "if joint is not None and given_inputs.takes_all(self.loss.reduction):",
+        "if False:",
+        "behaviour/test_joint_tail.py::test_a_stream_refuses_it_before_a_mini_batch_runs",
+    ),
+    Mutant(
+        "distributed/rank_engine.py",
+        "(is_whole or program.head is not None)",
+        "is_whole",
+        "behaviour/test_over_ranks_data_parallel.py::test_a_loss_of_the_samples_of_all_replicas_is_refused",
+    ),
+    Mutant(
+        "tracing/verify/sample_rows.py",
+        "            self.joins |= dict.fromkeys(self.failed, _NO_JOIN)\n",
+        "",
+        "behaviour/test_joint_tail.py",
+    ),
+    Mutant(
         "tracing/shapes/batch_reductions.py",
         "            is_mean = bool(shape[0].free_symbols)",
         "            is_mean = True",
