@@ -326,7 +326,7 @@ def test_a_product_of_means_is_one_of_all_samples():
         torch.testing.assert_close(loss, want.detach())
         assert_gradients(model, plain)
         assert pipe.plan.schedule == "gpipe"
-        assert "needs all samples together" in str(pipe.plan)
+        assert "needs all samples together" in " ".join(str(pipe.plan).split())  # lines break by the length of paths
 
 
 @pytest.mark.parametrize("overlap", [False, True])
