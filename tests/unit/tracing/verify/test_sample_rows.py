@@ -81,6 +81,15 @@ def test_samples_far_behind_act_on_all():
         fxpipe.trace(nn.Sequential(nn.Linear(6, 6), Far(), nn.Linear(6, 6)), (torch.randn(12, 5, 6),))
 
 
+def test_a_sample_that_parts_of_the_batch_do_not_have_acts_on_all():
+    class Fourth(nn.Module):
+        def forward(self, x):
+            return x + x[3]
+
+    with pytest.raises(ArgumentError, match=r"act on each other at .*getitem goes over the samples"):
+        fxpipe.trace(nn.Sequential(nn.Linear(6, 6), Fourth(), nn.Linear(6, 6)), (torch.randn(8, 6),), chunks=2)
+
+
 def test_complex_rows_in_another_order():
     class Turned(nn.Module):
         def __init__(self):
