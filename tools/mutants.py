@@ -1433,7 +1433,7 @@ TRACING = (
         "tracing/verify/sample_rows.py",
         "            self.joins |= dict.fromkeys(self.failed, _NO_JOIN)\n",
         "",
-        "unit/tracing/verify/test_sample_rows.py::test_a_sample_that_parts_of_the_batch_do_not_have_acts_on_all",
+        "behaviour/test_joint_tail.py",
     ),
     Mutant(
         "tracing/shapes/batch_reductions.py",
