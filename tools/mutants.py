@@ -1434,6 +1434,7 @@ TRACING = (
         "            self.joins |= dict.fromkeys(self.failed, _NO_JOIN)\n",
         "",
         "behaviour/test_joint_tail.py",
+        "the whole's value in each part is neither rows nor a sum, and a claim that it is the same ends in a refusal",
     ),
     Mutant(
         "tracing/shapes/batch_reductions.py",

@@ -168,7 +168,7 @@ MODELS = {
     "Barlow Twins": lambda: Views(barlow_twins),
     "a branch in Python": lambda: Views(with_a_branch),
     "negatives by chance": lambda: Views(negatives_by_chance),
-    "a sample for all": lambda: Views(lambda a, b: ((a + b[3]).square().mean(), a + b[3])),
+    "a sample for all": lambda: Views(lambda a, b: ((a + b[3]).square().mean() + b[3].mean(), a + b[3])),
     "experts": Experts,
     "weights": Weighted,
     "a norm and a largest": lambda: Views(lambda a, b: a.norm() + torch.logsumexp(a - b, (0, 1)) + b.max()),
