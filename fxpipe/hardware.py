@@ -445,3 +445,11 @@ class NodeWork:
     forward: tuple[Operation, ...] = ()
     backward: tuple[Operation, ...] = ()
     to_inputs: tuple[Operation, ...] = ()  # the backward if no parameter had a gradient
+
+    def seconds(self, hardware: Hardware, sizes: Mapping[str, int]) -> tuple[float, float, float]:
+        """Returns the seconds of `forward`, `backward` and `to_inputs` for sizes by name."""
+        forward, backward, to_inputs = (
+            math.fsum(one.seconds(hardware, sizes) for one in run)
+            for run in (self.forward, self.backward, self.to_inputs)
+        )
+        return forward, backward, to_inputs

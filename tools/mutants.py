@@ -804,7 +804,7 @@ SIMULATION = (
         "unit/test_cluster.py::test_replicas_that_send_over_one_adapter_at_once_share_it",
     ),
     Mutant(
-        "simulation/reductions.py",
+        "simulation/events.py",
         "        free = end\n",
         "        free = 0.0\n",
         "unit/simulation/test_simulate_schedule.py::test_stages_on_one_device_reduce_one_after_the_other",
@@ -1045,7 +1045,7 @@ PARTITIONING = (
         "unit/partitioning/test_block.py::test_least_bottleneck_and_bound_on_many_small_rows",
     ),
     Mutant(
-        "partitioning/cutting.py",
+        "partitioning/manual_cuts.py",
         "at = max((p for p, part",
         "at = min((p for p, part",
         "unit/partitioning/test_block.py::test_cuts_by_hand",
@@ -1611,7 +1611,7 @@ TRACING = (
         "behaviour/test_own_losses.py::test_a_models_loss_is_that_of_the_mini_batch",
     ),
     Mutant(
-        "planning/evaluation_check.py",
+        "planning/passes.py",
         "        torch.no_grad(),\n",
         "",
         "unit/planning/test_evaluation_check.py::test_the_reason_is_the_one_that_evaluation_gives",

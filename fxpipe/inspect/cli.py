@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from fxpipe.errors import FxpipeError, MemoryLimitError
-from fxpipe.inspect.request import parse_request, with_option_name
+from fxpipe.inspect.cli_options import as_options, parse_request
 
 # Nothing above imports torch, so that --help is fast.
 
@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = parse_request(sys.argv[1:] if argv is None else argv)
         out = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):
-            from fxpipe.inspect.output import output_text, write_outputs
-            from fxpipe.inspect.run import run_request
+            from fxpipe.inspect.run import output_text, run_request, write_outputs
             from fxpipe.utils.progress import is_terminal, show_progress
             from fxpipe.utils.text_table import use_text_width
 
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"fxpipe.inspect: {line}", file=sys.stderr)
     except FxpipeError as error:
         words = error.brief if isinstance(error, MemoryLimitError) else str(error)
-        print(f"fxpipe.inspect: {with_option_name(' '.join(words.split()))}", file=sys.stderr)
+        print(f"fxpipe.inspect: {as_options(' '.join(words.split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fxpipe.inspect: interrupted", file=sys.stderr)

@@ -1,20 +1,30 @@
-"""The options of the command, and the functions that parse them."""
+"""The options of the command, the functions that parse them, and the request that they make."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 from fxpipe.errors import ArgumentError
+from fxpipe.inspect.gantt import TIMELINE_FORMATS
 from fxpipe.inspect.hugging_face import HUGGING_FACE_PREFIX, ModelType, parse_model_type
-from fxpipe.inspect.inputs import ACCEPTED_INPUTS, SHAPE_TEXT, parse_input
-from fxpipe.inspect.targets import TARGET_FORMS, Target, parse_keyword, parse_target
+from fxpipe.inspect.targets import (
+    ACCEPTED_INPUTS,
+    SHAPE_TEXT,
+    TARGET_FORMS,
+    InputOption,
+    Target,
+    parse_input,
+    parse_keyword,
+    parse_target,
+)
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
 from fxpipe.scheduling.custom import refuse_bidirectional
+from fxpipe.utils.files import check_output_path
 
 if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
@@ -113,27 +123,17 @@ def parse_devices_option(text: str) -> DevicesOption:
     return names
 
 
-def resolve_devices(devices: DevicesOption | None) -> tuple[str, ...]:
-    """Returns device names; a number means devices of the accelerator, or shares of the CPU if there is none."""
-    import torch
+def devices_of_option(devices: DevicesOption | None, hardware: str | Hardware | None) -> tuple[str, ...]:
+    """Returns device names. A number means devices of `hardware`, which need not be present; else see `fxpipe.plan`."""
+    from fxpipe.hardware import device_names, parse_hardware
+    from fxpipe.planning.options.parse import parse_devices
 
-    from fxpipe.utils import accelerator
-
+    if hardware is None:
+        return tuple(map(str, parse_devices(devices)))
     if isinstance(devices, tuple):
-        for name in devices:
-            try:
-                torch.device(name)
-            except RuntimeError:
-                raise ArgumentError(f"--devices: {name!r} is no device of torch's; cpu and cuda:0 are") from None
         return devices
-    present = accelerator.first_devices(devices)
-    if devices is not None and devices > len(present):
-        shares = "cpu" if devices == 1 else "cpu,cpu" if devices == 2 else "cpu,cpu,..."
-        raise ArgumentError(
-            f"--devices {devices}: {present[0].type.upper()} has {len(present)} here; for shares of the CPU give a "
-            f"list: {shares}; to plan for GPUs that are elsewhere, --hardware"
-        )
-    return tuple(map(str, present))
+    own = parse_hardware(hardware)
+    return tuple(device_names(own, devices or own.devices or 2))
 
 
 def _parse_hardware_option(text: str) -> str | Hardware:
@@ -168,21 +168,11 @@ def cluster_hardware(
     return own
 
 
-def planned_devices(devices: DevicesOption | None, hardware: str | Hardware) -> tuple[str, ...]:
-    """Returns names of devices that need not be present. Default: the devices of the cluster."""
-    from fxpipe.hardware import device_names, parse_hardware
-
-    if isinstance(devices, tuple):
-        return devices
-    own = parse_hardware(hardware)
-    return tuple(device_names(own, devices or own.devices or 2))
-
-
 def first_devices(devices: tuple[str, ...], count: int, hardware: str | Hardware | None) -> tuple[str, ...]:
     """Returns the first `count` devices, extended by more of their kind, which need not be present."""
     if count <= len(devices):
         return devices[:count]
-    return ("cpu",) * count if hardware is None else planned_devices(count, hardware)
+    return ("cpu",) * count if hardware is None else devices_of_option(count, hardware)
 
 
 def most_devices(devices: tuple[str, ...], usual: int, hardware: str | Hardware | None) -> int:
@@ -374,13 +364,13 @@ def _parser_of_option() -> dict[str, Callable[[str], Any]]:
         "--dynamic": parse_dynamic_option,
         "--devices": parse_devices_option,
         "--hardware": _parse_hardware_option,
-        "--nodes": _whole_number_parser("nodes of a cluster", 5),
-        "--devices-per-node": _whole_number_parser("devices of a node", 4),
-        "--data-parallel": _parse_data_parallel,
+        "--nodes": parse_whole_number,
+        "--devices-per-node": parse_whole_number,
+        "--data-parallel": _parse_number_or_auto,
         "--mesh": _parse_mesh_option,
-        "--chunks": _parse_chunks,
+        "--chunks": _parse_number_or_auto,
         "--schedule": parse_schedule_option,
-        "--stages-per-device": _whole_number_parser("stages of a device", 4),
+        "--stages-per-device": parse_whole_number,
         "--balance": parse_balance_option,
         "--pin": parse_pin_option,
         "--memory-limit": parse_memory_limit_option,
@@ -445,10 +435,6 @@ def parse_balance_option(text: str) -> str | tuple[int, ...] | tuple[str, ...]:
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else parts
 
 
-def _parse_data_parallel(text: str) -> int | str:
-    return text if text == "auto" else _whole_number_parser("replicas", 5)(text)
-
-
 def _parse_mesh_option(text: str) -> tuple[str, ...]:
     """Parses `data,pipe` -> ("data", "pipe")."""
     names = tuple(name.strip() for name in text.split(","))
@@ -464,18 +450,14 @@ def _parse_optimizer_state(text: str) -> float:
         raise ArgumentError(f"{text!r}: expected a number, as in 2") from None
 
 
-def _whole_number_parser(what: str, digits: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not re.fullmatch(rf"0*[1-9]\d{{0,{digits - 1}}}", text):
-            raise ArgumentError(f"{text!r}: expected the number of {what}, at least 1")
-        return int(text)
-
-    return parse
+def parse_whole_number(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,5}", text):
+        raise ArgumentError(f"{text!r}: expected a whole number, at least 1")
+    return int(text)
 
 
-def _parse_chunks(text: str) -> int | None:
-    """Parses the number of micro-batches; None: chosen by planning."""
-    return None if text == "auto" else _whole_number_parser("micro-batches", 6)(text)
+def _parse_number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else parse_whole_number(text)
 
 
 def _argparse_type(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -488,3 +470,168 @@ def _argparse_type(parse: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parsed
+
+
+OUTPUT_FORMATS = {"timeline": TIMELINE_FORMATS, "graph": ("svg",), "report": ("html",), "save": ("json",)}
+OUTPUT_NAMES = {"timeline": "a timeline", "graph": "a graph", "report": "a report", "save": "a plan"}
+
+
+def check_outputs(outputs: Mapping[str, Path]) -> None:
+    """Raises `ArgumentError` if an output file cannot be written, or two options name the same file."""
+    taken: dict[Path, str] = {}
+    for option, path in outputs.items():
+        other = taken.setdefault(path.resolve(), option)
+        if other != option:
+            raise ArgumentError(f"--{option} {path}: --{other} is to be written there; give another path")
+        check_output_path(path, OUTPUT_FORMATS[option], f"--{option}: {OUTPUT_NAMES[option]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request. Options that were not given are None or empty, and use the defaults of `fxpipe.plan`."""
+
+    target: Subject
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the factory, or fields of the configuration
+    inputs: tuple[InputOption, ...] = ()
+    loss: Target | None = None
+    loss_target: InputOption | None = None
+    meta: bool = False  # build the model without memory
+    eval: bool = False
+    devices: DevicesOption | None = None
+    stages_per_device: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # given options of `fxpipe.plan`
+    dynamic: tuple[DynamicOption, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)  # dynamic sizes at which figures are shown
+    json: bool = False
+    code: int | None = None  # the stage whose code is printed
+    sweep: bool = False
+    tune: bool = False
+    all: bool = False  # every row of --tune
+    outputs: dict[str, Path] = field(default_factory=dict)  # by option
+    no_progress: bool = False
+    data_parallel: int | str | None = None  # replicas; None: not given
+    is_cluster: bool = False  # the number of nodes was given
+
+    @property
+    def chooses_replicas(self) -> bool:
+        """Returns True if the tuner chooses the number of replicas."""
+        is_open = self.data_parallel is None and self.is_cluster and self.options.get("balance") != "pipedream"
+        return self.data_parallel == "auto" or is_open
+
+    @property
+    def needs_plan(self) -> bool:
+        """Returns True if a requested output needs a plan that fits."""
+        return bool(self.json or self.code is not None or self.outputs)
+
+
+PLAN_OPTIONS = (
+    *("chunks", "schedule", "checkpoint", "balance"),
+    *("memory_limit", "optimizer_state", "hardware", "mesh", "processes"),
+)
+STEP_OPTIONS = ("chunks", "schedule", "checkpoint", "hardware", "mesh", "processes")
+
+
+PLAIN_OPTIONS = (
+    *("target", "loss", "loss_target", "meta", "eval", "devices", "stages_per_device", "data_parallel"),
+    *("json", "code", "sweep", "tune", "all", "no_progress"),
+)
+OPTION_ARGUMENTS = (*PLAN_OPTIONS, "devices", "stages_per_device", "pin", "data_parallel")
+
+
+def parse_request(argv: Sequence[str]) -> Request:
+    """Parses a command line, without loading any user code."""
+    arguments = make_parser().parse_args(argv)
+    options = {name: getattr(arguments, name) for name in PLAN_OPTIONS}
+    options["chunks"] = None if arguments.chunks == "auto" else arguments.chunks
+    options["processes"] = arguments.processes or None
+    options["hardware"] = cluster_hardware(
+        arguments.hardware, arguments.nodes, arguments.devices_per_node, arguments.devices
+    )
+    if arguments.data_parallel not in (None, "auto"):
+        options["data_parallel"] = arguments.data_parallel
+    options["leaf_modules"] = tuple(arguments.leaf) or None
+    options["pin"] = _dict_without_repeats(arguments.pin, "--pin") or None
+    request = Request(
+        kwargs=_dict_without_repeats(arguments.kwargs, "--kwargs"),
+        inputs=tuple(arguments.input),
+        options={name: value for name, value in options.items() if value is not None},
+        dynamic=tuple(arguments.dynamic),
+        sizes=_dict_without_repeats(arguments.sizes, "--sizes"),
+        outputs={name: path for name in OUTPUT_FORMATS if (path := getattr(arguments, name)) is not None},
+        is_cluster=arguments.nodes is not None,
+        **{name: getattr(arguments, name) for name in PLAIN_OPTIONS},
+    )
+    _check_option_combination(request)
+    return request
+
+
+OPTION_OF_ARGUMENT = {
+    "leaf_modules": "--leaf",
+    "batch_size": "--input",
+    **{name: f"--{name.replace('_', '-')}" for name in OPTION_ARGUMENTS},
+}
+_GIVEN_ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(OPTION_OF_ARGUMENT)})=('[^']*'|\[[^\]]*\]|\w[\w.]*)")
+# At the beginning, or in brackets.
+_NAMED_ARGUMENT = re.compile(rf"(?:^(?=\w+(?:: |\[))|(?<=\()(?=\w+\)))({'|'.join(OPTION_OF_ARGUMENT)})\b")
+
+
+def as_options(text: str) -> str:
+    """Replaces arguments by options in a text of planning: `stages_per_device=2` by `--stages-per-device 2`."""
+
+    def option(match: re.Match[str]) -> str:
+        value = match[2].strip("[]").replace("'", "").replace(", ", ",")
+        return f"{OPTION_OF_ARGUMENT[match[1]]} {value}"
+
+    text = _GIVEN_ARGUMENT.sub(option, text)
+    return _NAMED_ARGUMENT.sub(lambda match: OPTION_OF_ARGUMENT[match[0]], text)
+
+
+def _dict_without_repeats(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ArgumentError(f"{option}: {name!r} is given twice")
+        values[name] = value
+    return values
+
+
+def _check_option_combination(request: Request) -> None:
+    """Raises `ArgumentError` for options that exclude each other, or that a saved plan does not allow."""
+    if request.code is not None and (request.json or request.sweep or request.tune):
+        other = "json" if request.json else "sweep" if request.sweep else "tune"
+        raise ArgumentError(f"--code prints the code of a stage and nothing else; leave --{other} out")
+    if request.chooses_replicas and request.sweep:
+        raise ArgumentError("--sweep compares numbers of devices, and a cluster has as many as it has: leave one out")
+    is_plan = isinstance(request.target, PlanFile)
+    if request.data_parallel is not None and "hardware" not in request.options and not is_plan:
+        raise ArgumentError("--data-parallel without --hardware: the links between replicas are not known; give it")
+    if request.sweep and request.tune:
+        raise ArgumentError("--sweep and --tune are two questions: ask one after the other")
+    if request.all and not request.tune:
+        raise ArgumentError("--all shows every row of --tune; give that, or leave --all out")
+    if request.loss_target is not None and request.loss is None:
+        raise ArgumentError("--target without --loss: give both, or neither where the model returns its loss")
+    if not isinstance(request.target, PlanFile):
+        return
+    if request.data_parallel == "auto":
+        raise ArgumentError("--data-parallel auto needs the model: a plan has its devices; give a number of replicas")
+    of_the_model = {
+        "--kwargs": request.kwargs,
+        "--input": request.inputs,
+        "--loss": request.loss,
+        "--target": request.loss_target,
+        "--meta": request.meta,
+        "--eval": request.eval,
+        "--dynamic": request.dynamic,
+        "--devices": request.devices,
+        "--stages-per-device": request.stages_per_device,
+        "--sweep": request.sweep,
+        **{f"--{name.replace('_', '-')}": name in request.options for name in PLAN_OPTIONS if name not in STEP_OPTIONS},
+        "--leaf": "leaf_modules" in request.options,
+        "--pin": "pin" in request.options,
+    }
+    for name, is_given in of_the_model.items():
+        if is_given:
+            raise ArgumentError(
+                f"{name} needs the model, and {request.target} is a plan that is made already; give the factory"
+            )

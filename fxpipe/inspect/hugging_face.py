@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.inputs import InputOption, InputShape
-from fxpipe.inspect.targets import describe_error
+from fxpipe.inspect.targets import InputOption, InputShape, describe_error
 from fxpipe.utils.units import did_you_mean
 
 if TYPE_CHECKING:

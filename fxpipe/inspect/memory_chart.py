@@ -10,9 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from fxpipe.inspect.axes import LegendEntry, TimeAxis, byte_ticks, legend_items
-from fxpipe.inspect.scene import Area, Item, Line, Point, Rect, Scene, Text
-from fxpipe.inspect.style import FAINT, GRID, INK, LIMIT_COLOUR, MEMORY_COLOURS, fit_text, ramp_colour
+from fxpipe.inspect.scene import Area, Item, Line, Point, Rect, Text
+from fxpipe.inspect.style import (
+    FAINT,
+    GRID,
+    LIMIT_COLOUR,
+    MEMORY_COLOURS,
+    LegendEntry,
+    TimeAxis,
+    byte_ticks,
+    legend_items,
+    ramp_colour,
+)
 from fxpipe.simulation.timeline import MEMORY_PARTS, MemoryParts, MemoryTimeline
 from fxpipe.utils.units import human_bytes
 
@@ -180,59 +189,3 @@ def _stair_points(
             points.append((x, base - size * scale))
         level = size
     return (*points, (frame.right, base - level * scale))
-
-
-# Peak memory as stacked bars: a row for each device, with its limit as a line. A limit far above all peaks would make
-# the bars too short, and is only written.
-
-BARS_MARGIN, BARS_NAMES_WIDTH, BARS_WIDTH, BARS_AMOUNTS_WIDTH, BARS_LEGEND_HEIGHT = (
-    8.0,
-    116.0,
-    640.0,
-    170.0,
-    30.0,
-)  # points, from left to right and from the top
-BARS_TEXT_SIZE = 11.0
-
-
-def memory_bars(names: Sequence[str], parts: Sequence[MemoryParts], limits: Sequence[float | None]) -> Scene:
-    """Draws the name, the peak memory and the limit, if known, of each device."""
-    height = 16.0 if len(names) > 20 else 24.0
-    held = [kind for kind in MEMORY_COLOURS if any(getattr(memory, kind) for memory in parts)]
-    peak = max(memory.total for memory in parts)
-    drawn = [None if limit is None or limit > FLAT_LIMIT_RATIO * peak else limit for limit in limits]
-    longest = max(peak, *(limit or 0.0 for limit in drawn)) or 1
-    start, bottom = BARS_MARGIN + BARS_NAMES_WIDTH, BARS_LEGEND_HEIGHT + height * len(names)
-    entries = [LegendEntry(kind, MEMORY_COLOURS[kind]) for kind in held]
-    if any(limit is not None for limit in drawn):
-        entries.append(LegendEntry("limit", LIMIT_COLOUR, is_line=True))
-    items: list[Item] = legend_items(entries, start, 16, BARS_WIDTH)
-    items.append(Line(((start, BARS_LEGEND_HEIGHT), (start, bottom)), GRID))
-    for row, (name, memory, limit, level) in enumerate(zip(names, parts, limits, drawn, strict=True)):
-        top, x = BARS_LEGEND_HEIGHT + row * height, start
-        base = top + height / 2 + 4
-        items.append(Text(BARS_MARGIN, base, fit_text(name, BARS_NAMES_WIDTH - 8, BARS_TEXT_SIZE), BARS_TEXT_SIZE))
-        for kind in held:
-            amount = getattr(memory, kind)
-            width = BARS_WIDTH * amount / longest
-            if width > 0.05:  # points
-                title = f"{name}: {human_bytes(amount)} of {kind}"
-                items.append(Rect(x, top + 3, width, height - 6, MEMORY_COLOURS[kind], title=title))
-            x += width
-        is_over = limit is not None and memory.total > limit
-        if level is not None:
-            at = start + BARS_WIDTH * level / longest
-            items.append(
-                Line(((at, top + 1), (at, top + height - 1)), LIMIT_COLOUR, 2, title=f"limit {human_bytes(level)}")
-            )
-            x = max(x, at)
-        of = f" of {human_bytes(limit)}" if limit is not None else ""
-        items.append(
-            Text(x + 8, base, human_bytes(memory.total) + of, BARS_TEXT_SIZE, LIMIT_COLOUR if is_over else INK)
-        )
-    return Scene(
-        start + BARS_WIDTH + BARS_AMOUNTS_WIDTH,
-        bottom + BARS_MARGIN,
-        tuple(items),
-        "Memory of the devices at their peaks",
-    )

@@ -9,13 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import fxpipe
+from fxpipe import __version__
 from fxpipe.errors import FxpipeError
-from fxpipe.inspect.device_table import DeviceFigures, device_table
 from fxpipe.inspect.gantt import draw_gantt
-from fxpipe.inspect.html import html_page, list_markup
-from fxpipe.inspect.memory_chart import memory_bars
 from fxpipe.inspect.plan_text import (
     STAGE_COLUMNS,
     plan_choices,
@@ -29,23 +27,32 @@ from fxpipe.inspect.scene import Scene
 from fxpipe.inspect.stage_graph import draw_stage_graph
 from fxpipe.inspect.step_summary import (
     StepSummary,
+    outcome_of,
     run_columns,
     schedule_outcomes,
     schedules_table,
     summarize_step,
+    sweep_table,
+    with_speedups,
 )
-from fxpipe.inspect.svg import escape_markup, svg_of
-from fxpipe.inspect.sweep import outcome_of, sweep_table, with_speedups
-from fxpipe.inspect.table import Cell, Column, Table, bytes_column, number_column, text_column
+from fxpipe.inspect.svg import escape_markup, html_page, list_markup, svg_of
+from fxpipe.inspect.table import (
+    Cell,
+    Column,
+    DeviceFigures,
+    Table,
+    bytes_column,
+    device_table,
+    number_column,
+    text_column,
+)
+from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.figures import StageFigures, plan_figures
+from fxpipe.simulation import Simulation
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.text_table import number_ranges
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, three_digits
-
-if TYPE_CHECKING:
-    from fxpipe.planning.plans import Plan
-    from fxpipe.simulation import Simulation
 
 REPORT_FILE = "a report"
 
@@ -69,8 +76,6 @@ def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequenc
 
 
 def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> str:
-    from fxpipe import __version__
-
     sections = (
         ("step", "A step", steps_section(plan)),
         ("stages", "Stages", stages_section(plan)),
@@ -143,8 +148,6 @@ class ChunksVariant:
 
 def chunks_variants(plan: Plan) -> tuple[ChunksVariant, ...]:
     """Simulates 1, 2, 4, ... micro-batches and the plan's number; only the latter if the schedule is a fixed table."""
-    import fxpipe
-
     batch, variants = plan.batch or plan.micro_batch * plan.micro_batches, []
     for chunks in chunks_to_compare(plan):
         is_own = chunks == plan.micro_batches
@@ -190,15 +193,12 @@ def steps_section(plan: Plan) -> str:
 def _step_part(plan: Plan, variant: ChunksVariant) -> str:
     simulation = variant.simulation
     names = [f"{d}: {name}".removesuffix(": ") for d, name in enumerate(simulation.devices)]
-    bars = memory_bars(names, [one.at_peak for one in simulation.memory], simulation.limits)
     parts = [
         f'<div data-chunks="{variant.chunks}" data-label="{variant.label}"{"" if variant.is_own else " hidden"}>',
         _step_figures(plan, variant),
         _figure("timeline", draw_gantt(simulation.as_step())),
         _note(_critical_path_line(simulation)),
         _note(f"The step is {simulation.host_note}.") if simulation.host_note else "",
-        "<h3>Memory at its peak</h3>",
-        _figure("memory", bars),
         "<h3>Devices</h3>",
         _devices_table(plan, simulation).for_report("devices"),
     ]

@@ -4,39 +4,73 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+import fxpipe
 from fxpipe._torch.error_messages import allocator_error, requested_bytes
 from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, TooManyStagesError
 from fxpipe.inspect.cli_options import (
+    OUTPUT_NAMES,
     PlanFile,
+    Request,
+    check_outputs,
+    devices_of_option,
     dynamic_shapes_of,
     first_devices,
     most_devices,
-    planned_devices,
-    resolve_devices,
 )
+from fxpipe.inspect.gantt import save_timeline
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
-from fxpipe.inspect.inputs import InputOption, ModelArguments, make_arguments
-from fxpipe.inspect.request import Request, check_outputs
-from fxpipe.inspect.step_summary import Outcome, StepSummary, compare_schedules
-from fxpipe.inspect.sweep import USUAL_DEVICES, counts_up_to, sweep_devices
-from fxpipe.inspect.targets import call_target, describe_error, load_model, load_target
-from fxpipe.utils.units import human_bytes, size_at_least, with_article
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from fxpipe.planning.options.pipeline_options import Settings
-    from fxpipe.planning.passes import ProfiledModel
-    from fxpipe.planning.plans import Plan
-    from fxpipe.planning.tuning.tuning_result import Tuning
-    from fxpipe.profiling.loss_cost import PlannedLoss
-    from fxpipe.simulation import Simulation
-
+from fxpipe.inspect.json_document import findings_document
+from fxpipe.inspect.plan_text import plan_text, tuning_text
+from fxpipe.inspect.report import save_report
+from fxpipe.inspect.stage_graph import save_graph
+from fxpipe.inspect.step_summary import (
+    USUAL_DEVICES,
+    Outcome,
+    StepSummary,
+    compare_schedules,
+    counts_up_to,
+    device_text,
+    one_device_text,
+    packets_text,
+    step_text,
+    summaries_text,
+    sweep_devices,
+    sweep_text,
+)
+from fxpipe.inspect.targets import (
+    InputOption,
+    ModelArguments,
+    call_target,
+    describe_error,
+    load_model,
+    load_target,
+    make_arguments,
+)
+from fxpipe.planning import entry, passes
+from fxpipe.planning.cost_model import planned_workers
+from fxpipe.planning.options.pipeline_options import Settings, make_settings
+from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES
+from fxpipe.planning.passes import ProfiledModel
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.simulate_plan import vary_plan
+from fxpipe.planning.tuning.candidates import Tuning
+from fxpipe.profiling.loss_cost import LOSS_NOTE, PlannedLoss
+from fxpipe.simulation import Simulation
+from fxpipe.simulation.timeline import timeline_text
+from fxpipe.tracing.fake_tensors import names_without_values
+from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_error
+from fxpipe.utils.text_table import text_width, wrap_text
+from fxpipe.utils.units import count_text, human_bytes, size_at_least, with_article
 
 # The user waits, and more time would improve accuracy by less than the machine varies.
 PROFILE_SECONDS = 1.0
@@ -50,15 +84,8 @@ class LoadedModel:
     loss: PlannedLoss | None  # None: not given
 
 
-def devices_for(request: Request) -> tuple[str, ...]:
-    hardware = request.options.get("hardware")
-    return resolve_devices(request.devices) if hardware is None else planned_devices(request.devices, hardware)
-
-
 def load_requested_model(request: Request) -> LoadedModel:
     """Loads the model, in the requested mode, with its inputs and its loss."""
-    import torch
-
     assert not isinstance(request.target, PlanFile)
     is_shipped = isinstance(request.target, ModelType)
     with torch.device("meta") if request.meta else contextlib.nullcontext():
@@ -77,8 +104,6 @@ def load_requested_model(request: Request) -> LoadedModel:
 
 
 def _load_loss(request: Request) -> PlannedLoss | None:
-    from fxpipe.profiling.loss_cost import PlannedLoss
-
     if request.loss is None:
         return None
     value = load_target(request.loss)
@@ -96,8 +121,6 @@ def _load_loss(request: Request) -> PlannedLoss | None:
 
 def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
     """Makes the settings of a request for these devices, as `fxpipe.plan` would; `others` override its options."""
-    from fxpipe.planning.options.pipeline_options import make_settings
-
     options = {
         "devices": devices,
         "stages_per_device": request.stages_per_device,
@@ -105,14 +128,10 @@ def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> S
         **({"dynamic_shapes": dynamic_shapes_of(request.dynamic)} if request.dynamic else {}),
         **request.options,
     }
-    settings = make_settings(options | others, anywhere="hardware" in request.options)
-    return replace(settings, operations="save" in request.outputs)
+    return make_settings(options | others, anywhere="hardware" in request.options)
 
 
 def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledModel:
-    from fxpipe.planning import passes
-    from fxpipe.profiling.loss_cost import LOSS_NOTE
-
     arguments, settings = loaded.arguments, replace(settings, loss=loaded.loss)
     try:
         return passes.trace_and_profile(loaded.model, arguments.args, arguments.kwargs, settings)
@@ -127,8 +146,6 @@ def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledMod
 
 def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: Settings) -> Plan:
     """Plans with other settings; measures again only if the workers differ."""
-    from fxpipe.planning import entry, passes
-
     settings = replace(settings, loss=loaded.loss)
     inputs = loaded.arguments.args, loaded.arguments.kwargs
     return entry.prepare_with_choices(passes.profile_again(profiled, *inputs, settings), *inputs, settings).plan
@@ -136,9 +153,6 @@ def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: 
 
 def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
     """Runs the plain model, to distinguish its exceptions from a bug in fxpipe."""
-    from fxpipe.tracing.fake_tensors import names_without_values
-    from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_error
-
     try:
         model(*arguments.args, **arguments.kwargs)
     except Exception as error:
@@ -202,8 +216,6 @@ def run_request(request: Request) -> Findings:
     if isinstance(request.target, PlanFile) and request.tune:
         return _inspect_tuning(_tune_plan(load_plan(request.target.path), request), request)
     if isinstance(request.target, PlanFile):
-        from fxpipe.planning.plans.simulate_plan import vary_plan
-
         return _inspect_plan(vary_plan(load_plan(request.target.path), **request.options), request)
     with explaining_memory_shortage(request):
         return _inspect_model(request)
@@ -211,8 +223,6 @@ def run_request(request: Request) -> Findings:
 
 def load_plan(path: Path) -> Plan:
     """Loads a saved plan. Raises `ArgumentError` if the file cannot be read, or is not a plan."""
-    from fxpipe.planning.plans import Plan
-
     try:
         return Plan.load(path)
     except OSError as error:
@@ -221,7 +231,7 @@ def load_plan(path: Path) -> Plan:
 
 
 def _inspect_model(request: Request) -> Findings:
-    devices = devices_for(request)
+    devices = devices_of_option(request.devices, request.options.get("hardware"))
     settings = settings_for(request, devices)
     if not request.chooses_replicas:
         _check_code_stage(request, len(settings.placement))
@@ -245,8 +255,6 @@ def _inspect_model(request: Request) -> Findings:
 
 
 def _inspect_plan(plan: Plan, request: Request) -> Findings:
-    import fxpipe
-
     _check_code_stage(request, len(plan.stages))
     plan = _at_sizes(plan, request)
     simulation = fxpipe.simulate(plan)
@@ -267,8 +275,6 @@ def _inspect_tuning(tuning: Tuning, request: Request) -> Findings:
 
 def _tune_model(request: Request, loaded: LoadedModel, devices: tuple[str, ...]) -> Tuning:
     """Tunes a model; options that the user has set stay fixed."""
-    import fxpipe
-
     balance = request.options.get("balance", "auto")
     if "pin" in request.options or not isinstance(balance, str):
         name = "pin" if "pin" in request.options else f"balance {','.join(map(str, balance))}"
@@ -298,9 +304,6 @@ def _model_tune_options(request: Request) -> dict[str, Any]:
 
 def _tune_plan(plan: Plan, request: Request) -> Tuning:
     """Tunes a plan without changing its stages."""
-    import fxpipe
-    from fxpipe.planning.plans.simulate_plan import vary_plan
-
     options = dict(request.options)
     devices = {name: options.pop(name, None) for name in ("hardware", "data_parallel", "mesh", "processes")}
     return fxpipe.tune(vary_plan(plan, **devices), **_tune_options(options))
@@ -326,8 +329,6 @@ def _check_code_stage(request: Request, stages: int) -> None:
 
 def _with_least_limit(error: MemoryLimitError, settings: Settings) -> MemoryLimitError:
     """Returns the error with the least memory limit of a device that would allow a cut."""
-    from fxpipe.planning.cost_model import planned_workers
-
     limits = [worker.memory for worker in planned_workers(settings) if worker.memory is not None]
     if not (error.over and limits):
         return error
@@ -339,8 +340,6 @@ def _with_least_limit(error: MemoryLimitError, settings: Settings) -> MemoryLimi
 def _sweep_rows(
     request: Request, loaded: LoadedModel, profiled: ProfiledModel, devices: tuple[str, ...]
 ) -> tuple[Outcome, ...]:
-    from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES
-
     hardware = request.options.get("hardware")
 
     def plan_for(count: int, schedule: str) -> Plan:
@@ -353,3 +352,75 @@ def _sweep_rows(
     counts = counts_up_to(most, len(devices))
     shares_plans = "chunks" in request.options  # else each schedule chooses its number of micro-batches
     return tuple(sweep_devices(counts, schedules, request.stages_per_device, plan_for, shares_plans))
+
+
+def output_text(findings: Findings, request: Request) -> str:
+    """Formats the printed output: the requested results or, by default, the plan and its step."""
+    if request.code is not None:
+        assert findings.plan is not None
+        return findings.plan.stages[request.code].code
+    if request.json:
+        return json.dumps(findings_document(findings), indent=2)
+    answers = _answer_texts(findings, request)
+    shows_plan = not answers or (request.chooses_replicas and not request.tune)  # by an implicit tuning
+    plan = _plan_texts(findings) if shows_plan else []
+    return "\n\n".join([*_drawn_inputs_note(findings), *answers, *plan])
+
+
+def write_outputs(findings: Findings, outputs: Mapping[str, Path]) -> list[str]:
+    """Writes the requested files. Returns a line for each file, with its content and path."""
+    lines = []
+    for option, path in outputs.items():
+        _write_output(findings, option, path)
+        lines.append(f"wrote {OUTPUT_NAMES[option]} to {path}")
+    return lines
+
+
+def _write_output(findings: Findings, option: str, path: Path) -> None:
+    assert findings.plan is not None
+    assert findings.simulation is not None
+    title = os.path.basename(findings.name)  # pictures are shared with people who have other folders
+    if option == "save":
+        findings.plan.save(path)
+    elif option == "timeline":
+        schedule = findings.simulation.schedule
+        step = f"{schedule.name}, {count_text(schedule.micro_batches, 'micro-batch', 'es')}"
+        save_timeline(findings.simulation, path, title=f"{title}, {step}")
+    elif option == "graph":
+        save_graph(findings.plan, path, title=title)
+    else:
+        plans = [row.plan for row in findings.sweep if row.plan is not None and row.schedule == row.plan.schedule]
+        save_report(findings.plan, path, title=title, sweep=plans)
+
+
+def _answer_texts(findings: Findings, request: Request) -> list[str]:
+    texts = []
+    if findings.sweep:
+        texts.append(sweep_text(findings.sweep))
+    if findings.tuning is not None:
+        texts.append(tuning_text(findings.tuning, is_whole=request.all, remaining="--all shows"))
+        texts += filter(None, [one_device_text(findings.tuning)])
+    return texts
+
+
+def _plan_texts(findings: Findings) -> list[str]:
+    assert findings.plan is not None
+    assert findings.simulation is not None
+    texts = [
+        plan_text(findings.plan),
+        step_text(findings.simulation, findings.plan),
+        timeline_text(findings.simulation, columns=text_width()),
+        device_text(findings.simulation),
+        *filter(None, [packets_text(findings.plan)]),
+    ]
+    if findings.plan.sizes:
+        texts.append(findings.plan.compare_sizes())
+    if len(findings.schedules) > 1:
+        texts.append(summaries_text(findings.schedules))
+    return texts
+
+
+def _drawn_inputs_note(findings: Findings) -> list[str]:
+    if not findings.drawn:
+        return []
+    return [wrap_text(f"inputs {', '.join(map(str, findings.drawn))}, drawn; give others with --input")]

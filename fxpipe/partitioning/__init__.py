@@ -1,7 +1,7 @@
 """From costs of nodes to stages: pure Python on plain numbers, independent of torch and of graphs.
 
-By time alone: `block.py` (the algorithm and its proof), `manual_cuts.py` (the user's cuts), `pins.py` (the user's
-pins), `cutting.py` (stages between those cuts).
+By time alone: `block.py` (the algorithm and its proof), `manual_cuts.py` (the user's cuts, and stages between them),
+`pins.py` (the user's pins).
 
 With transfers, memory and unequal devices: `chain.py` (the graph in numbers, and the loads of a stage),
 `optimal.py` (the best cut, and errors), `search.py` (the search), `intervals.py` (fast loads of any stage),
@@ -13,7 +13,7 @@ With replicas of stages: `pipedream.py`. `cut_least_misplaced` cuts a later grap
 from fxpipe.cluster import Link
 from fxpipe.partitioning.block import block_partition
 from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageLoad, StageSite, stage_loads
-from fxpipe.partitioning.cutting import cut_by_block, cut_least_misplaced
+from fxpipe.partitioning.manual_cuts import cut_by_block, cut_least_misplaced
 from fxpipe.partitioning.optimal import OptimalCut, optimal_partition
 from fxpipe.partitioning.pipedream import BandwidthLevel, ReplicatedPartition, ReplicatedStage, pipedream_partition
 

@@ -23,7 +23,6 @@ from fxpipe.planning.options.parse import parse_compile, parse_switch
 from fxpipe.planning.options.pipeline_options import OPTION_DEFAULTS, Settings
 from fxpipe.planning.options.stage_placement import DROP_IN_SCHEDULE
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for
 from fxpipe.runtime.losses import (
     LossCall,
@@ -72,8 +71,8 @@ def pipeline_lines(model: str, settings: Settings, plan: Plan | None) -> list[st
 
 def pipeline_html(model: str, settings: Settings, plan: Plan | None) -> str:
     """Returns the summary and the plan of a pipe as HTML, for notebooks."""
-    from fxpipe.inspect.html import notebook_note, notebook_view
     from fxpipe.inspect.plan_text import plan_html
+    from fxpipe.inspect.svg import notebook_note, notebook_view
 
     first, *rest = pipeline_lines(model, settings, plan)
     if plan is None:
@@ -103,6 +102,8 @@ def passed_by_text(forward: Callable[..., Any]) -> str:
 
 def _stage_content(plan: Plan, stage: int) -> str:
     """Names the first and the last module of a stage."""
+    from fxpipe.inspect.stage_graph import node_groups_of
+
     groups = node_groups_of(plan.stages[stage], 1, 0.0)
     return groups[0].name if groups else "nothing"
 

@@ -27,9 +27,14 @@ from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.pipe.model_calls import ModelCall, note_of_micro_batch
 from fxpipe.pipe.program_binding import bind_program
 from fxpipe.planning.entry import prepare
-from fxpipe.planning.evaluation_check import refusal_of_evaluation
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.planning.passes import PreparedGraph, holds_for_lengths, holds_for_sizes, prepare_additional_graph
+from fxpipe.planning.passes import (
+    PreparedGraph,
+    holds_for_lengths,
+    holds_for_sizes,
+    prepare_additional_graph,
+    refusal_of_evaluation,
+)
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.auto_options import with_best_chunks
 from fxpipe.runtime import BoundProgram

@@ -114,48 +114,23 @@ def _cut_transfers(chain: Chain, sites: Sequence[StageSite], starts: Sequence[in
 
 
 def _simulate_cut(
-    problem: CutProblem,
-    starts: Sequence[int],
-    loads: Sequence[StageLoad],
-    transfers: Sequence[Transfer],
-    *,
-    has_host: bool = False,
+    problem: CutProblem, starts: Sequence[int], loads: Sequence[StageLoad], transfers: Sequence[Transfer]
 ) -> Simulation:
-    """Simulates a step of a cut; with `has_host`, also the host that queues the actions, as for a plan."""
+    """Simulates a step of a cut with its host, as for a plan: each stage has further actions, which Python queues."""
     checkpoint = tuple("always" if load.recompute else "never" for load in loads)
-    settings = problem.settings
-    m = settings.micro_batches(problem.batch)
-    weights = _weight_seconds(problem, starts)
+    settings, has_processes = problem.settings, problem.chain.is_relayed
+    m, devices = settings.micro_batches(problem.batch), [settings.figure_devices[k] for k in settings.placement]
     costs = [
-        replace(load.cost, weight=min(weight, load.cost.backward)) for load, weight in zip(loads, weights, strict=True)
+        _with_host(load.cost, nodes, device, settings.largest_micro_batch(problem.batch), not has_processes)
+        for load, nodes, device in zip(loads, _stage_nodes(problem, starts), devices, strict=True)
     ]
-    overlaps, shares = False, True
-    if has_host:
-        devices = [settings.figure_devices[k] for k in settings.placement]
-        overlaps = problem.chain.is_relayed  # devices have their own processes
-        costs = [
-            _with_host(cost, nodes, device, runs_ahead=not overlaps)
-            for cost, nodes, device in zip(costs, _stage_nodes(problem, starts), devices, strict=True)
-        ]
-        shares = interpreter_has_lock() and not overlaps
+    how = {"overlaps": has_processes, "one_interpreter": interpreter_has_lock() and not has_processes}
     if is_stream(settings.schedule):
-        return simulate_stream(
-            str(settings.schedule),
-            costs,
-            transfers,
-            micro_batches=m,
-            modes=checkpoint,
-            overlaps=overlaps,
-            one_interpreter=shares,
-            replicas=settings.stage_replicas,
-        )
+        replicas = settings.stage_replicas
+        name = str(settings.schedule)
+        return simulate_stream(name, costs, transfers, micro_batches=m, modes=checkpoint, replicas=replicas, **how)
     schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement, settings.replicas)
-    return simulate_schedule(schedule, costs, transfers, overlaps=overlaps, one_interpreter=shares)
-
-
-def _weight_seconds(problem: CutProblem, starts: Sequence[int]) -> list[float]:
-    samples = problem.settings.largest_micro_batch(problem.batch)
-    return [math.fsum(one.weight.at(samples) for one in own) for own in _stage_nodes(problem, starts)]
+    return simulate_schedule(schedule, costs, transfers, **how)
 
 
 def _stage_nodes(problem: CutProblem, starts: Sequence[int]) -> Iterator[list[NodeCost]]:
@@ -165,8 +140,8 @@ def _stage_nodes(problem: CutProblem, starts: Sequence[int]) -> Iterator[list[No
         yield [cost_of[name] for name in problem.nodes.names[start:end]]
 
 
-def _with_host(cost: StageCost, nodes: Sequence[NodeCost], device: str, *, runs_ahead: bool) -> StageCost:
-    """Adds the host time of the actions of a stage, as for a plan."""
+def _with_host(cost: StageCost, nodes: Sequence[NodeCost], device: str, samples: int, runs_ahead: bool) -> StageCost:
+    """Adds the gradients of weights, and the host time of the actions of a stage."""
     works = [one.work for one in nodes if one.work is not None]
     work = StageWork(
         ((0, sum(len(one.forward) for one in works)),),
@@ -175,13 +150,8 @@ def _with_host(cost: StageCost, nodes: Sequence[NodeCost], device: str, *, runs_
     )
     host = reckon_host(device, len(nodes), work, cost.forward)
     host = replace(host, runs_ahead=host.runs_ahead and runs_ahead)
-    return replace(cost, action=action_seconds(device), host=host)
-
-
-def _seconds_with_host(problem: CutProblem, cut: Cut) -> float:
-    """Computes the step of a cut with its host: each further stage has further actions, which Python queues."""
-    problem = replace(problem, settings=cut.settings)
-    return _simulate_cut(problem, cut.starts, cut.loads, cut.transfers, has_host=True).step_seconds
+    weight = min(math.fsum(one.weight.at(samples) for one in nodes), cost.backward)
+    return replace(cost, weight=weight, action=action_seconds(device), host=host)
 
 
 # -- Memory advice if nothing fits: other cuts, more recomputation, more devices, smaller micro-batches ----------------
@@ -412,9 +382,7 @@ def _candidate_cuts(problem: CutProblem, explains: bool) -> Iterator[Cut]:
             below = most * max(load.seconds for load in cut.loads)
             for parts in partial_recompute_cuts(chain, shared, starts, recompute, below if is_free else None):
                 other = _cut_with_split_stages(problem, parts, shared, balance, compared)
-                if other.simulation.step_seconds > most * cut.simulation.step_seconds:
-                    continue
-                if _seconds_with_host(problem, other) <= most * _seconds_with_host(problem, cut):
+                if other.simulation.step_seconds <= most * cut.simulation.step_seconds:
                     yield other
 
 

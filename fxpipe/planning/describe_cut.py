@@ -29,7 +29,6 @@ from fxpipe.planning.plans import (
     PlannedTransfer,
     Portal,
     StageBytes,
-    StageGrowth,
     StagePlan,
     StageSeconds,
     StageWork,
@@ -38,8 +37,7 @@ from fxpipe.planning.plans import (
 from fxpipe.planning.plans.host_time import LOOPBACK, MESSAGE_SECONDS, reckon_host
 from fxpipe.planning.plans.retarget import action_seconds, transfer_over_link
 from fxpipe.profiling import NodeCost, Profile
-from fxpipe.profiling.formulas import size_polynomial
-from fxpipe.profiling.other_sizes import size_point
+from fxpipe.profiling.formulas import size_point, size_polynomial
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.program import PIPE_INPUT, value_users
 from fxpipe.rewriting.relay_routes import is_relayed_gradient, is_relayed_value, relay_routes
@@ -130,17 +128,16 @@ def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:
 
 
 def stage_seconds(
-    own: Sequence[NodeCost], copied: Sequence[NodeCost], loss: NodeCost | None
-) -> tuple[StageSeconds, StageGrowth]:
-    """Computes the parts of a stage's seconds that are fixed, and those that grow with the sizes."""
+    own: Sequence[NodeCost], copied: Sequence[NodeCost], loss: NodeCost | None, here: Mapping[str, int]
+) -> StageSeconds:
+    """Computes the seconds of a stage for any size."""
     parts = (
         [cost.forward for cost in (*own, *copied)],
         [cost.backward for cost in own],
         [cost.weight for cost in own],
         [] if loss is None else [loss.forward, loss.backward],
     )
-    fixed = StageSeconds(*(math.fsum(seconds.fixed for seconds in part) for part in parts))
-    return fixed, StageGrowth(*(polynomial_sum(seconds.growing for seconds in part) for part in parts))
+    return StageSeconds(*(polynomial_sum(seconds.formula(here) for seconds in part) for part in parts))
 
 
 def planned_sizes(traced: Traced, profile: Profile) -> tuple[PlannedSize, ...]:
@@ -195,13 +192,13 @@ def opaque_nodes(traced: Traced) -> tuple[OpaqueNode, ...]:
 def heaviest_node(cut: Cut, samples: int) -> HeaviestNode:
     """Returns the slowest node on its device; the first if several are equal."""
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
-    nodes = []
+    nodes, here = [], size_point(samples, cut.profiles[0].lengths).values
     for place, node in enumerate(cut.traced.nodes):
         stage = min(bisect_right(cut.starts, place), len(cut.sites)) - 1
         cost = by_kind[cut.sites[stage].kind][node.name]
         seconds = cost.forward + cost.backward
         line = user_line_of(node)
-        nodes.append(HeaviestNode(node.name, stage, seconds.at(samples), line, seconds.fixed, seconds.growing))
+        nodes.append(HeaviestNode(node.name, stage, seconds.at(samples), line, seconds.formula(here)))
     return max(nodes, key=lambda node: node.seconds)
 
 
@@ -249,7 +246,7 @@ def plan_of_cut(
     """
     traced, samples = cut.traced, settings.largest_micro_batch(batch)
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
-    names = [node.name for node in traced.nodes]
+    names, here = [node.name for node in traced.nodes], size_point(samples, cut.profiles[0].lengths).values
     sizes_of_stages, sizes_of_plan = formulas_of_sizes(traced, program, cut.starts, cut.profiles, samples, settings)
     ends = [*cut.starts[1:], len(names)]
     hardware, operations = settings.hardware, dict[Operation, int]()
@@ -262,7 +259,6 @@ def plan_of_cut(
         own, device = [costs[name] for name in names[start:end]], settings.figure_devices[settings.placement[j]]
         copied = [costs[name] for name in copies[j]]
         loss = losses[cut.sites[j].kind] if end == len(names) else None
-        fixed, growing = stage_seconds(own, copied, loss)
         update = 0.0 if hardware is None else hardware.update_seconds(cost.gradient_bytes, cost.optimizer_bytes)
         stages.append(
             StagePlan(
@@ -281,8 +277,7 @@ def plan_of_cut(
                 state_bytes=int(cost.gradient_bytes + cost.optimizer_bytes),
                 gradient_bytes=int(cost.gradient_bytes),
                 memory_limit=None if memory is None else int(memory),
-                fixed=fixed,
-                growing=growing,
+                formulas=stage_seconds(own, copied, loss, here),
                 work=_stage_work(own, copied, loss, operations) if knows_work else StageWork(),
                 update_seconds=update,
                 modules=tuple(info(node).module for node in traced.nodes[start:end]),

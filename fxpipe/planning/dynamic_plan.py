@@ -16,11 +16,10 @@ import torch
 
 from fxpipe.planning.describe_cut import formulas_of_sizes
 from fxpipe.planning.passes import PreparedGraph
-from fxpipe.planning.plans import Plan, StageGrowth, StagePlan
+from fxpipe.planning.plans import Plan, StagePlan, StageSeconds
 from fxpipe.profiling import NodeCost, Profile, Seconds
-from fxpipe.profiling.formulas import size_polynomial
+from fxpipe.profiling.formulas import size_point, size_polynomial
 from fxpipe.profiling.memory import count_flops_and_bytes
-from fxpipe.profiling.other_sizes import size_point
 from fxpipe.profiling.profile_data import ZERO_FORMULA
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import with_fake_tensors
@@ -59,7 +58,7 @@ def plan_with_dynamic_sizes(plan: Plan, first: Sequence[InputLeaf], prepared: Pr
             for of in ([cost.flops for cost in costs], [cost.backward_flops for cost in costs])
         )
         sizes = {**sizes, "flops": flops + back, "sent_bytes": stage.sent_bytes}
-        stages.append(replace(stage, growing=_growth(stage, flops, back, here), **sizes))
+        stages.append(replace(stage, formulas=_formulas(stage, flops, back, here), **sizes))
     return replace(plan, stages=tuple(stages), **sizes_of_plan)
 
 
@@ -99,16 +98,17 @@ def _inputs_at(traced: Traced, lengths: Lengths) -> list[Any]:
     return inputs
 
 
-def _growth(stage: StagePlan, flops: Polynomial, back: Polynomial, here: dict[str, int]) -> StageGrowth:
+def _formulas(stage: StagePlan, flops: Polynomial, back: Polynomial, here: dict[str, int]) -> StageSeconds:
     """Scales the growing part of a stage's seconds with its FLOPs; zero for a stage without FLOPs."""
 
-    def growing(seconds: float, fixed: float, work: Polynomial) -> Polynomial:
-        once = work.value(here)
-        return work * (Fraction(max(0.0, seconds - fixed)) / Fraction(once)) if once else ZERO
+    def formula(seconds: float, known: Polynomial, work: Polynomial) -> Polynomial:
+        once, fixed = work.value(here), float(known.value({**here, "b": 0}))
+        return work * (Fraction(max(0.0, seconds - fixed)) / Fraction(once)) + Polynomial.in_b(fixed) if once else ZERO
 
-    return StageGrowth(
-        growing(stage.forward_seconds, stage.fixed.forward, flops),
-        growing(stage.backward_seconds, stage.fixed.backward, back or flops),
-        growing(stage.weight_seconds, stage.fixed.weight, back or flops),
-        growing(stage.loss_seconds, stage.fixed.loss, flops),
+    known = stage.formulas
+    return StageSeconds(
+        formula(stage.forward_seconds, known.forward, flops),
+        formula(stage.backward_seconds, known.backward, back or flops),
+        formula(stage.weight_seconds, known.weight, back or flops),
+        formula(stage.loss_seconds, known.loss, flops),
     )

@@ -9,6 +9,7 @@ The first two run the model and take seconds; the others are fast. So one `Profi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,8 +19,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe.cluster import replica_batch
-from fxpipe.errors import ArgumentError
+from fxpipe.errors import ArgumentError, FxpipeError
 from fxpipe.hardware import Hardware
 from fxpipe.partitioning import cut_least_misplaced
 from fxpipe.planning.choose import Cut, choose_cut
@@ -35,7 +37,7 @@ from fxpipe.profiling.profile_data import profile_for
 from fxpipe.rewriting import Program, forbidden_cuts, split_into_stages
 from fxpipe.rewriting.reorder import reorder_nodes, with_node_order
 from fxpipe.scheduling import schedule_text
-from fxpipe.tracing import Traced, trace
+from fxpipe.tracing import Traced, trace, trace_unverified
 from fxpipe.tracing.cache_key import in_mode
 from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims
 from fxpipe.tracing.model_state import look_on_recording_device, model_on, move_inputs, preserve_state
@@ -44,10 +46,11 @@ from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.tracing.traced import attribute_tensor
 from fxpipe.tracing.verify.dynamic_sizes_check import recheck_lengths
 from fxpipe.tracing.verify.effects import least_samples
+from fxpipe.tracing.verify.equivalence import slice_samples
 from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, agrees_with_model, recheck_micro_batches
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import planning_block
-from fxpipe.utils.progress import phase, show_phases
+from fxpipe.utils.progress import phase, show_phases, show_progress
 from fxpipe.utils.pytree import flatten
 
 MeasuredKinds: TypeAlias = tuple[tuple[str, ...], int | None, tuple[Profile, ...]]
@@ -232,7 +235,6 @@ def _profile_kinds(
                 workers=sum(worker.type == "cpu" for worker in settings.workers) or 1,
                 hardware=settings.hardware,
                 device=device if settings.hardware is None else None,
-                operations=settings.operations,
                 **loss,
             )
             for device in kinds
@@ -398,3 +400,59 @@ def _misplacement_costs(first: PreparedGraph, traced: Traced) -> list[list[float
             row = [cost + (0.5 * abs(j - known[node.name])) for j, cost in enumerate(row)]
         table.append(row)
     return table
+
+
+EVALUATION_SAMPLES = 2  # samples
+
+
+@planning_block()
+@show_phases("checking evaluation")
+def refusal_of_evaluation(
+    first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0
+) -> FxpipeError | None:
+    """Predicts the error that refuses `model.eval()` under `no_grad`, and leaves the model unchanged.
+
+    Evaluation has another graph (no dropout, other branches, no gradients), which is traced at its first call. So the
+    model is also recorded in evaluation mode, on two samples, without comparing anything. Only if that fails, the graph
+    is prepared as the first evaluation would, and discarded: the error is the one that evaluation would raise. This
+    does not predict errors for other inputs, or for a graph that differs from its model.
+
+    Returns None for a model that is not in training mode or was not recorded, and for errors of the model itself.
+    """
+    model, settings = first.traced.model, first.settings
+    if not model.training or first.traced.recording_options is None:
+        return None
+    everything = [name for name, _ in model.named_modules()]
+    with (
+        warnings.catch_warnings(),
+        mute_repeated_prints(is_first_run=False),
+        show_progress(False),
+        in_mode(model, everything),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore")  # evaluation itself will issue them
+        if _can_be_recorded(first, args, kwargs):
+            return None
+        with preserve_state(model):  # the first evaluation must see the original state
+            try:
+                prepare_additional_graph(first, args, kwargs, settings, seed)
+            except FxpipeError as error:
+                return error
+            except Exception:
+                return None
+    return None
+
+
+def _can_be_recorded(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Checks that a recording on few samples raises no error."""
+    traced, settings = first.traced, first.settings
+    with model_on(traced.model, traced.device):
+        args, kwargs = move_inputs((args, kwargs), traced.device)
+        leaves, spec = flatten((args, kwargs))
+        few = slice_samples(leaves, traced.in_dims, 0, min(EVALUATION_SAMPLES, traced.batch_of(leaves)))
+        args, kwargs = pytree.tree_unflatten(few, spec)
+        try:
+            trace_unverified(traced, args, kwargs, settings.in_dims, settings.out_dims)
+        except Exception:
+            return False
+    return True

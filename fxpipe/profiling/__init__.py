@@ -7,17 +7,16 @@
 `memory` and `formulas` compute bytes and FLOPs for every batch size. `node_timing` measures the seconds of each node at
 two micro-batch sizes; `formulas` splits them into a fixed cost and a cost per sample, so one profile serves all numbers
 of micro-batches. Without values (meta or fake tensors), seconds are estimated for hardware known by name, from the
-operations of each node (`probe`, `roofline`).
+operations of each node (`probe`, `flops`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import sympy
 import torch
@@ -25,24 +24,26 @@ from torch import fx, nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, NodeWork, parse_hardware
+from fxpipe.profiling.contention import LEAST_SECONDS, cpu_contention
 from fxpipe.profiling.flops import work_of
 from fxpipe.profiling.formulas import (
     bytes_of_values,
     fit_growth,
     fit_seconds,
     grown_with_sizes,
+    lengths_together,
     output_bytes,
     parameter_bytes,
+    planned_lengths,
+    size_point,
     size_polynomial,
     sizes_to_measure,
     work_formulas,
 )
 from fxpipe.profiling.loss_cost import LOSS_NAME, ExampleLoss, parse_loss
-from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes, record_operations
+from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes
 from fxpipe.profiling.node_timing import NodeTiming, Timings, dependents_of, measure
-from fxpipe.profiling.other_sizes import lengths_together, planned_lengths, size_point
 from fxpipe.profiling.profile_data import ZERO_FORMULA, NodeCost, Profile, Seconds
-from fxpipe.profiling.saved_storages import StorageObservations
 from fxpipe.tracing.fake_tensors import (
     in_fake_mode,
     is_faked,
@@ -63,8 +64,6 @@ from fxpipe.utils.units import parse_count, parse_number, with_article
 
 __all__ = ["NodeCost", "Profile", "Seconds", "profile"]
 
-T = TypeVar("T")
-
 
 @mute_fake_tensor_logs()  # costs that need values are counted on values
 def profile(
@@ -80,7 +79,6 @@ def profile(
     workers: int = 1,
     hardware: str | Hardware | None = None,
     device: torch.device | str | None = None,
-    operations: bool = True,
     loss_fn: Callable[..., Any] | None = None,
     target: Any = None,
     progress: bool = True,
@@ -104,8 +102,6 @@ def profile(
             a `Hardware`. Default for a model or inputs without values: "a100-80gb".
         device: device to measure on. The model stays on its device; tensors are copied one by one, so the model need
             not fit. Default: the device of the model.
-        operations: also find the operations of each node, from which times on other hardware follow. Estimates always
-            contain them; when measuring, this takes up to a second.
         loss_fn, target: the loss of the model's output, as for `Pipeline.forward_backward`; its cost is `Profile.loss`.
             The target has as many samples as the inputs.
         progress: show a bar if it takes long and stderr is a terminal.
@@ -152,20 +148,19 @@ def profile(
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
         contention = 1.0
+        keeps_outputs = loss is not None and chosen is not None
+        counts = count_flops_and_bytes(traced, effects, leaves, micro_batch, keeps_outputs)
+        works = {
+            node: work_of({point: run.probes[node].operations for point, run in counts.runs.items()}, here)
+            for node in effects.nodes
+        }
         if chosen is not None:
-            points = _first_points(here, others)
-
-            def count(leaves: Sequence[Any]) -> tuple[GraphCounts, Timings]:
-                counts = count_flops_and_bytes(traced, effects, leaves, micro_batch, True)
-                return counts, _estimates(traced, effects, leaves, points, chosen, loss, counts.runs)
-
-            counts, timings = _on_fake_tensors(traced, leaves, count) or count(leaves)
-            estimates = timings
+            points = [here, *(here._replace(b=size) for size in itertools.islice(others, 1))]
+            timings = _estimates(effects, counts, works, points, chosen, loss)
         else:
-            counts = count_flops_and_bytes(traced, effects, leaves, micro_batch)
             phase("profiling")
             with _torch_threads(threads), parameters_at_home():
-                timings, contention = measure(
+                timings = measure(
                     traced,
                     effects,
                     leaves,
@@ -176,23 +171,10 @@ def profile(
                     repeats=repeats,
                     budget=budget,
                     loss=loss,
-                    workers=workers,
                 )
-            estimates = {}
-            if operations:  # times on other hardware follow from them
-                phase("counting operations at other sizes")
-                points = (
-                    *_first_points(here, sizes_to_measure(traced, micro_batch)),
-                    *(counts.runs if lengths else ()),
-                )
-                estimates = (
-                    _on_fake_tensors(
-                        traced,
-                        leaves,
-                        lambda fakes: _estimates(traced, effects, fakes, points, HARDWARE["cpu"], loss),
-                    )
-                    or {}
-                )
+                total = sum(one.forward_seconds + one.backward_seconds for one in timings[here].values())
+                if place.type == "cpu" and total >= LEAST_SECONDS:
+                    contention = cpu_contention(workers, torch.get_num_threads())
     end = traced.graph.output_node()
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in timings[here].items()}, micro_batch)
@@ -207,20 +189,15 @@ def profile(
         formula = size_polynomial(work, traced.batch, micro_batch, lengths)
         return replace(line, growing=fit_growth(by_point, here, formula))
 
-    def operations_of(node: fx.Node) -> NodeWork | None:
-        ran = {point: of[node].ran for point, of in estimates.items() if node in of}
-        return work_of({point: one for point, one in ran.items() if one is not None}, here) if ran else None
-
     costs = []
     for node in traced.nodes:
         counted = counts.nodes[node]
-        ran_operations = operations_of(node)
         work, backward_work = work_formulas(node, counted.flops, counted.backward_flops)
         weight = seconds(lambda m: m.weight_seconds, node, backward_work)
         backward = seconds(lambda m: m.backward_seconds - m.weight_seconds, node, backward_work) + weight
         forward = seconds(lambda m: m.forward_seconds, node, work)
-        if lengths and chosen is not None and ran_operations is not None:
-            forward, backward, weight = _growing_on(chosen, ran_operations, here, forward, backward, weight)
+        if lengths and chosen is not None:
+            forward, backward, weight = _growing_on(chosen, works[node], here, forward, backward, weight)
         costs.append(
             NodeCost(
                 node.name,
@@ -233,7 +210,7 @@ def profile(
                 counted.backward_flops,
                 counted.saved_bytes,
                 counted.working_bytes,
-                ran_operations,
+                works[node],
             )
         )
     of_loss = None
@@ -247,7 +224,7 @@ def profile(
             ZERO_FORMULA,
             ZERO_FORMULA,
             working_bytes=grown_with_sizes(fit_counts(held, micro_batch), here).formula,
-            work=operations_of(end),
+            work=work_of({point: of[end].ran for point, of in timings.items() if end in of}, here),
         )
     name = "" if chosen is None else chosen.name
     return Profile(
@@ -274,45 +251,32 @@ def _growing_on(
     return replace(forward, growing=ahead), replace(backward, growing=back), replace(weight, growing=of_weights)
 
 
-def _first_points(here: SizePoint, others: Iterable[int]) -> tuple[SizePoint, ...]:
-    return (here, *(here._replace(b=size) for size in itertools.islice(others, 1)))
-
-
-def _on_fake_tensors(traced: Traced, leaves: Sequence[Any], run: Callable[[Sequence[Any]], T]) -> T | None:
-    """Runs a function on fake tensors; None if they are in use already, or if the model needs values."""
-    if not is_faked():
-        with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
-            return run(fakes)
-    return None
-
-
 def _estimates(
-    traced: Traced,
     effects: Effects,
-    leaves: Sequence[Any],
+    counts: GraphCounts,
+    works: Mapping[fx.Node, NodeWork],
     points: Sequence[SizePoint],
     hardware: Hardware,
     loss: ExampleLoss | None,
-    known: Mapping[SizePoint, StorageObservations] = MappingProxyType({}),
 ) -> Timings:
-    """Estimates the graph for a micro-batch, the first of `points`, for the other points and, with dynamic sizes, for
-    the points of the `known` runs, which have recorded operations.
-
-    The loss is estimated only for the dynamic sizes of the example, for which a target exists.
-    """
-    sizes = points[0].others
-    wanted = dict.fromkeys([*points, *(known if sizes else ())])
-    runs = {**known, **record_operations(traced, effects, leaves, [p for p in wanted if p not in known])}
-    timings = {}
-    with in_fake_mode(), torch.inference_mode(False):
-        for point in wanted:
-            ran = runs[point]
-            timings[point] = {
-                n: NodeTiming.estimated(ran.probes[n].operations, ran.value_bytes[n], hardware) for n in effects.nodes
+    """Estimates the seconds of nodes at `points`, and of the loss at each run with their dynamic sizes."""
+    here, *_ = points
+    bytes_of = counts.runs[here].value_bytes
+    timings = {
+        point: {node: NodeTiming.estimated(works[node], bytes_of[node], hardware, point) for node in effects.nodes}
+        for point in points
+    }
+    if loss is not None:
+        end = loss.traced.graph.output_node()
+        with in_fake_mode(), torch.inference_mode(False):
+            probed = {
+                point: loss.of(run.outputs, point.b).probe()
+                for point, run in counts.runs.items()
+                if point.others == here.others
             }
-            if loss is not None and point.others == sizes:
-                size, operations = loss.of(ran.outputs, point.b).probe()
-                timings[point][traced.graph.output_node()] = NodeTiming.estimated(operations, size, hardware)
+        work = work_of({point: ran for point, (_, ran) in probed.items()}, here)
+        for point, (size, ran) in probed.items():
+            timings.setdefault(point, {})[end] = NodeTiming.estimated(work, size, hardware, point, ran)
     return timings
 
 

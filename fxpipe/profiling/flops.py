@@ -1,4 +1,10 @@
-"""FLOPs of operations: matrix products, convolutions, attention, recurrent layers.
+"""The FLOPs, the memory traffic and the compute dtype of an operation, from which its seconds on any hardware follow.
+
+An operation takes as long as its arithmetic, its memory traffic or its launch, whichever is longest (Williams,
+Waterman and Patterson, Roofline: an insightful visual performance model, CACM 52(4), 2009; the launch is a third roof).
+Arithmetic is at the rate of the compute dtype, with autocast and TF32; traffic is each tensor read or written, once.
+`Hardware` gives the achievable share of its peaks. Caches, and kernels that other devices would choose, are not
+modelled.
 
 A multiplication with its addition counts 2; elementwise work (sums, norms, activations) counts 0. Most formulas are
 from `torch.utils.flop_counter`; this module adds the missing ones.
@@ -7,15 +13,17 @@ from `torch.utils.flop_counter`; this module adds the missing ones.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from fxpipe._torch.operators import attention_on_cpu
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.operators import attention_on_cpu, schema_of
 from fxpipe.hardware import NodeWork, Operation
+from fxpipe.tracing.tensors import storage_of
 from fxpipe.utils.polynomial import Polynomial, SizePoint, fit_counts
 
 _aten = torch.ops.aten
@@ -69,6 +77,9 @@ class NodeOperations:
     to_inputs: tuple[OperationCounts, ...] = ()
 
 
+NO_OPERATIONS = NodeOperations()
+
+
 def work_of(by_size: Mapping[SizePoint, NodeOperations], here: SizePoint) -> NodeWork:
     """Fits formulas to the operations at several numbers of samples and dynamic sizes; they are exact for `here`.
 
@@ -101,3 +112,53 @@ def _fit_to_polynomial(counted: tuple[tuple[SizePoint, int], ...], here: SizePoi
     fitted = fit_counts(counted, here)
     is_work = all(c >= 0 for _, c in fitted.terms)
     return fitted if is_work else fit_counts(((here, dict(counted)[here]),), here)
+
+
+# These read no more of their first argument than the size of their result.
+_GATHERS = frozenset("embedding gather index index_select take".split())
+_ALLOCATIONS = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
+
+
+def compute_dtype(func: Any, args: tuple[Any, ...]) -> str:
+    """Returns the compute dtype of an operation, by its name; TF32 if torch would use it for float32 on a GPU."""
+    dtype = next((t.dtype for t in _tensors_of(args) if t.is_floating_point() or t.is_complex()), torch.float32)
+    if dtype is torch.float32:
+        is_convolution = "conv" in func.overloadpacket.__name__
+        backends: Any = torch.backends
+        setting = backends.cudnn.conv if is_convolution else backends.cuda.matmul
+        return "tfloat32" if setting.fp32_precision == "tf32" else "float32"
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Returns the bytes that an operation reads and writes; 0 for views."""
+    name = func.overloadpacket.__name__
+    if name in _ALLOCATIONS:
+        return 0
+    read = {id(t): t for t in _tensors_of((args, kwargs))}  # several may be parts of one storage
+    storages = {*map(storage_of, read.values())}
+    results = [t for t in _tensors_of(result) if storage_of(t) not in storages]
+    written = list(_written_arguments(func, args, kwargs))
+    if not results and not written:
+        return 0  # a view
+    sizes = {key: _tensor_bytes(t) for key, t in read.items()}
+    if name in _GATHERS:
+        sizes[id(args[0])] = sum(map(_tensor_bytes, results))
+    return sum(sizes.values()) + sum(map(_tensor_bytes, (*results, *written)))
+
+
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for place, argument in enumerate(schema_of(func).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place]
+            yield from _tensors_of(value)
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes in memory: an expanded tensor has only one copy of its values."""
+    number = tensor.numel() * tensor.element_size()
+    return min(number, tensor.untyped_storage().nbytes()) if tensor.layout == torch.strided else number

@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.thread_state import set_thread_state
-from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.backward_timing import Clock
 from fxpipe.profiling.flops import NodeOperations
 from fxpipe.profiling.node_kinds import as_leaf
 from fxpipe.profiling.probe import probe_loss

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.profiling.other_sizes import other_lengths, planned_lengths, resize_inputs, size_point
+from fxpipe.profiling.formulas import other_lengths, planned_lengths, resize_inputs, size_point
 from fxpipe.profiling.probe import Probe
 from fxpipe.profiling.profile_data import SavedStorage
 from fxpipe.profiling.saved_storages import ObservedStorage, StorageObservations, ValueLabel, observe_storages
@@ -168,7 +168,7 @@ class GraphCounts:
 
 
 def count_flops_and_bytes(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, records: bool = False
+    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, keeps_outputs: bool = False
 ) -> GraphCounts:
     """Runs the graph and counts. The model, its gradients and all random states are not changed.
 
@@ -177,7 +177,7 @@ def count_flops_and_bytes(
     Args:
         leaves: flattened inputs, with any number of samples.
         samples: samples of one micro-batch.
-        records: record the operations of nodes, too.
+        keeps_outputs: the runs keep the outputs of the model.
 
     Raises:
         Exception: raised by a node with this number of samples, with a note.
@@ -185,7 +185,7 @@ def count_flops_and_bytes(
     lengths = planned_lengths(traced, leaves)
     here = size_point(samples, lengths)
     with in_fake_mode(), torch.inference_mode(False), torch.enable_grad():
-        runs = _run_at_sizes(traced, effects, leaves, samples, lengths, records)
+        runs = _run_at_sizes(traced, effects, leaves, samples, lengths, keeps_outputs)
     seen = tuple(runs[here].seen.values())
     storages = tuple(_storage(traced, s, runs, samples, lengths) for s in seen)
     probes = [{size: run.probes[node] for size, run in runs.items()} for node in effects.nodes]
@@ -214,24 +214,11 @@ def count_flops_and_bytes(
     )
 
 
-def record_operations(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], points: Iterable[SizePoint]
-) -> dict[SizePoint, StorageObservations]:
-    """Runs the graph at these sizes, and records operations. Call it as `count_flops_and_bytes`."""
-    symbols, nodes = {symbol.name: symbol for symbol in traced.dynamic.symbols}, unread_nodes(effects)
-    runs = {}
-    with in_fake_mode(), torch.inference_mode(False), torch.enable_grad():
-        for point in points:
-            lengths = tuple((symbols[name], size) for name, size in point.others)
-            runs[point] = _run_at_size(traced, effects, leaves, point.b, lengths, nodes, is_faked(), True)
-    return runs
-
-
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
 def _run_at_sizes(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, lengths: Lengths, records: bool
+    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, lengths: Lengths, keeps_outputs: bool
 ) -> dict[SizePoint, StorageObservations]:
     """Runs the graph for a micro-batch, for two other numbers of samples, and for a third if these are on no line.
 
@@ -241,13 +228,13 @@ def _run_at_sizes(
     values = (*tensors_in(leaves), *slots_of(traced.model).values())
     one_of_a_kind = is_faked() or (len(nodes) == len(effects.nodes) and all(t.device.type == "cpu" for t in values))
     here = size_point(samples, lengths)
-    runs = {here: _run_at_size(traced, effects, leaves, samples, lengths, nodes, False, records)}
+    runs = {here: _run_at_size(traced, effects, leaves, samples, lengths, nodes, False, keeps_outputs)}
 
     def run_also(size: int, others: Lengths) -> bool:
         point = size_point(size, others)
         if point not in runs:
             try:
-                runs[point] = _run_at_size(traced, effects, leaves, size, others, nodes, one_of_a_kind, records)
+                runs[point] = _run_at_size(traced, effects, leaves, size, others, nodes, one_of_a_kind, keeps_outputs)
             except Exception:  # the model does not accept the size, or has another graph for it
                 return False
         return True
@@ -328,23 +315,23 @@ def _run_at_size(
     lengths: Lengths,
     nodes: Collection[fx.Node],
     once: bool,
-    records: bool,
+    keeps_outputs: bool,
 ) -> StorageObservations:
     """Runs the graph at a size, with as little arithmetic as the counts allow.
 
-    `nodes`: nodes whose values no Python reads. `once`, `records`: see `observe_storages`.
+    `nodes`: nodes whose values no Python reads. `once`, `keeps_outputs`: see `observe_storages`.
     """
     sample = resize_inputs(traced, leaves, size, lengths)
     attempts = [(True, SkipMatmul(nodes, has_zeros=True))] if once else []
     for is_once, products in (*attempts, (False, SkipMatmul(nodes))):
         try:
             with preserve_state(traced.model):  # an opaque module may write to memory that it does not own
-                return observe_storages(traced, effects, sample, products, is_once, records)
+                return observe_storages(traced, effects, sample, products, is_once, keeps_outputs)
         except Exception:  # something depends on values, or the next run raises it, too
             if not products.has_zeros:
                 raise
     with preserve_state(traced.model):
-        return observe_storages(traced, effects, sample, SkipMatmul(), False, records)
+        return observe_storages(traced, effects, sample, SkipMatmul(), False, keeps_outputs)
 
 
 def _other_sizes(traced: Traced, samples: int, lengths: Lengths) -> list[int]:

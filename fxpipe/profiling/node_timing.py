@@ -22,12 +22,11 @@ last; summing a parameter's gradients over micro-batches counts for the node tha
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, TypeAlias
@@ -37,17 +36,17 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe._torch.thread_state import set_thread_state
-from fxpipe.hardware import Hardware
+from fxpipe.hardware import Hardware, NodeWork
 from fxpipe.profiling.backward_timing import (
     BackwardQueue,
+    Clock,
     GradientSumTimes,
     NodeCall,
     PendingBackward,
     calls_on,
 )
-from fxpipe.profiling.clock import Clock
-from fxpipe.profiling.contention import BUDGET_SHARE, ConcurrentCall, heavy_nodes, measure_contention
-from fxpipe.profiling.flops import NodeOperations, OperationCounts
+from fxpipe.profiling.flops import NO_OPERATIONS, NodeOperations
+from fxpipe.profiling.formulas import planned_lengths, resize_inputs, size_point
 from fxpipe.profiling.loss_cost import ExampleLoss, MicroBatchLoss
 from fxpipe.profiling.node_kinds import (
     MAX_SAMPLES,
@@ -61,7 +60,6 @@ from fxpipe.profiling.node_kinds import (
     map_tensors_in,
     timing_kind,
 )
-from fxpipe.profiling.other_sizes import planned_lengths, resize_inputs, size_point
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.interpreter import naming_node
@@ -94,16 +92,14 @@ class NodeTiming:
     backward_seconds: float
     weight_seconds: float  # the part of backward that computes gradients of parameters
     bytes: int  # bytes of all returned tensors; for a loss, the peak bytes
-    ran: NodeOperations | None = None  # its operations, if estimated
+    ran: NodeOperations = NO_OPERATIONS  # the operations of a loss
 
     @classmethod
-    def estimated(cls, ran: NodeOperations, size: int, hardware: Hardware) -> NodeTiming:
+    def estimated(
+        cls, work: NodeWork, size: int, hardware: Hardware, at: SizePoint, ran: NodeOperations = NO_OPERATIONS
+    ) -> NodeTiming:
         """Estimates the seconds of operations; `size` is the bytes of the result."""
-
-        def seconds(operations: Sequence[OperationCounts]) -> float:
-            return math.fsum(hardware.seconds(flops, dtype, moved) for dtype, flops, moved in operations)
-
-        forward, backward, to_inputs = map(seconds, (ran.forward, ran.backward, ran.to_inputs))
+        forward, backward, to_inputs = work.seconds(hardware, at.values)
         return cls(forward, backward, max(0.0, backward - to_inputs), size, ran)
 
 
@@ -181,42 +177,6 @@ class TimingRounds:
         if stop:
             self._negligible = NEGLIGIBLE_SHARE * sum(self.samples[self.kind[n]].seconds for n in nodes)
         return stop > 0
-
-    def inputs_of(self, nodes: Collection[fx.Node]) -> dict[fx.Node, dict[fx.Node, NodeValue]]:
-        """Runs the graph again, without samples, and returns the inputs of these nodes."""
-        self._chosen, inputs = set(), dict[fx.Node, dict[fx.Node, NodeValue]]()
-        try:
-            for place, node in enumerate(self.effects.nodes):
-                if node in nodes:
-                    for source in node.all_input_nodes:
-                        if source not in self.values:
-                            self.values[source] = self._held(source)
-                    inputs[node] = {n: self.values[n] for n in node.all_input_nodes}
-                if len(inputs) == len(nodes):
-                    break
-                with naming_node(node, "measuring"):
-                    self._visit(node, place)
-                self.effects.drop_unused(node, self.values)
-        finally:
-            self.values.clear()
-            self._reuse.clear()
-        return inputs
-
-    def contention(self, workers: int, budget: float) -> float:
-        """Measures the slow-down of nodes while all workers are busy; 1 if it cannot be measured."""
-        seconds = {node: self.samples[self.kind[node]].seconds for node in self.effects.nodes}
-        parts = heavy_nodes(self.effects, seconds, self.kind, workers, budget)
-        if not parts:
-            return 1.0
-        try:
-            inputs = self.inputs_of({node for part in parts for node in part})
-            calls = [
-                [ConcurrentCall(self._calls[node], inputs[node], state_of(node), count) for node, count in part.items()]
-                for part in parts
-            ]
-            return measure_contention(calls, budget)
-        except Exception:  # e.g. there is memory for one worker, but not for all
-            return 1.0
 
     def measured(self, node: fx.Node) -> NodeTiming:
         samples = self.samples[self.kind[node]]
@@ -460,8 +420,7 @@ def measure(
     repeats: int = 5,
     budget: float = 10.0,
     loss: ExampleLoss | None = None,
-    workers: int = 1,
-) -> tuple[Timings, float]:
+) -> Timings:
     """Measures every working node on the first samples of flattened inputs. The model is not changed.
 
     Args:
@@ -472,10 +431,6 @@ def measure(
         repeats: samples for each kind of node after the warm-up; more if they disagree.
         budget: seconds after which one sample for each kind is enough.
         loss: the loss of the outputs.
-        workers: number of workers that will run at the same time, on the CPU.
-
-    Returns:
-        The timings, and the factor of the slow-down while all workers are busy.
     """
     with (
         torch.inference_mode(False),
@@ -517,7 +472,6 @@ def measure(
         of_loss = {}
         if loss is not None:
             of_loss = {p: _loss_timing(loss.of(values, p.b), clock, repeats) for p, values in outputs.items()}
-        contention = 1.0 if device.type != "cpu" else rounds[here].contention(workers, BUDGET_SHARE * budget)
     measured = {node: rounds[here].measured(node) for node in effects.nodes}
     timings = {
         point: {n: _with_weight_share(one.measured(n), measured[n]) for n in effects.nodes}
@@ -527,12 +481,12 @@ def measure(
     }
     for point, timing in of_loss.items():
         timings[point][traced.graph.output_node()] = timing
-    return timings, contention
+    return timings
 
 
 def _loss_timing(call: MicroBatchLoss, clock: Clock, repeats: int) -> NodeTiming:
     forward, backward = call.seconds(clock, repeats)
-    return NodeTiming(forward, backward, 0.0, call.probe()[0])
+    return NodeTiming(forward, backward, 0.0, *call.probe())
 
 
 def _with_weight_share(timing: NodeTiming, like: NodeTiming) -> NodeTiming:

@@ -24,9 +24,8 @@ from fxpipe._torch.error_messages import has_no_way_back
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.storages import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
-from fxpipe.profiling.flops import NodeOperations, OperationCounts, operation_flops
+from fxpipe.profiling.flops import NodeOperations, OperationCounts, bytes_moved, compute_dtype, operation_flops
 from fxpipe.profiling.node_kinds import as_leaf, distinct_tensors, map_tensors_in
-from fxpipe.profiling.roofline import bytes_moved, compute_dtype
 from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import call_node
@@ -39,28 +38,27 @@ class Probe:
     backward_flops: int
     temporary_bytes: int
     backward_temporary_bytes: int
-    operations: NodeOperations  # empty unless recorded
+    operations: NodeOperations
 
 
 def probe_node(
     node: fx.Node,
     written: Collection[fx.Node],
     values: Mapping[fx.Node, Any],
-    fixed: Collection[fx.Node] | None = None,
+    fixed: Collection[fx.Node],
 ) -> Probe:
     """Runs a node forward and backward, on copies of the values that it writes to.
 
-    `fixed`: nodes that do not depend on the inputs of the model, so that their gradients are of parameters. None:
-    operations are not recorded.
+    `fixed`: nodes that do not depend on the inputs of the model, so that their gradients are of parameters.
     """
     inputs = _detached_inputs({n: values[n] for n in node.all_input_nodes})
     tensors = [*tensors_in(list(inputs.values()))]
     device = next((t.device for t in tensors if accelerator.counts_memory(t.device)), None)
-    probe = _probe_once(node, written, inputs, OperationCounter(fixed is not None))
+    probe = _probe_once(node, written, inputs, OperationCounter())
     ran = probe.operations
-    if fixed is not None and any(t.requires_grad for n in inputs if n in fixed for t in tensors_in(inputs[n])):
+    if any(t.requires_grad for n in inputs if n in fixed for t in tensors_in(inputs[n])):
         # The first backward has freed its graph.
-        again = _probe_once(node, written, inputs, OperationCounter(records=True), {*inputs} - {*fixed})
+        again = _probe_once(node, written, inputs, OperationCounter(), {*inputs} - {*fixed})
         ran = replace(ran, to_inputs=again.operations.backward)
     if device is not None and not any(isinstance(t, FakeTensor) for t in tensors):
         # Libraries allocate their workspaces at the first call.
@@ -75,7 +73,7 @@ def probe_loss(
 
     `call` returns the loss, and the tensors that its gradient goes to.
     """
-    counter = OperationCounter(records=True)
+    counter = OperationCounter()
     with counter, torch.autograd.set_multithreading_enabled(False):
         counter.begin(known)
         loss, starts = call()
@@ -143,11 +141,10 @@ def detached_alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts FLOPs, and bytes of new storages, between `begin` and `end`, and records the operations if asked to."""
+    """Counts FLOPs, and bytes of new storages, between `begin` and `end`, and records the operations."""
 
-    def __init__(self, records: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.records = records
         self.begin(())
 
     def begin(self, known: Iterable[torch.Tensor]) -> None:
@@ -181,7 +178,7 @@ class OperationCounter(TorchDispatchMode):
                         self.alive[number] = storage.nbytes()
         self.most = max(self.most, sum(self.alive.values()))
         # A view launches nothing; fake tensors often ask for their device.
-        if self.records and func is not torch.ops.prim.device.default:
+        if func is not torch.ops.prim.device.default:
             moved = bytes_moved(func, args, kwargs, result)
             if moved:
                 self.recorded.append((compute_dtype(func, args) if flops else "", flops, moved))

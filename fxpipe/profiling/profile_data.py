@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +38,12 @@ class Seconds:
 
     def at(self, samples: int) -> float:
         return self.fixed + self.per_sample * samples
+
+    def formula(self, here: Mapping[str, int]) -> Polynomial:
+        """Returns the seconds for any size; `here` are the sizes of the profile, by name."""
+        if not self.growing:
+            return Polynomial.in_b(self.fixed, self.per_sample)
+        return self.growing + Polynomial.in_b(self.at(here["b"]) - float(self.growing.value(here)))
 
     def __add__(self, other: Seconds) -> Seconds:
         growing = self.growing + other.growing if self.growing and other.growing else self.growing or other.growing

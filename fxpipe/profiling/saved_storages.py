@@ -90,7 +90,7 @@ class StorageObservations:
     probes: dict[fx.Node, Probe]
     same: dict[fx.Node, fx.Node]  # nodes that did not run, and the node of their kind that ran
     value_bytes: dict[fx.Node, int]
-    outputs: dict[fx.Node, Any]  # of the model, detached; empty unless operations are recorded
+    outputs: dict[fx.Node, Any]  # of the model, detached; empty unless they are kept
 
     def bytes(self, label: ValueLabel | SavedLabel) -> int | None:
         """Returns the bytes of a storage; None if it does not exist."""
@@ -104,7 +104,7 @@ def observe_storages(
     leaves: Sequence[Any],
     products: SkipMatmul,
     once: bool = False,
-    records: bool = False,
+    keeps_outputs: bool = False,
 ) -> StorageObservations:
     """Runs the graph, and one node of each kind separately, forward and backward (`probe_node`).
 
@@ -115,20 +115,20 @@ def observe_storages(
         products: selects the nodes at which products are skipped.
         once: run one node of each kind only, and use its value for the others. For runs in which no values are read,
             and sharing of memory between them does not matter.
-        records: record the operations of nodes.
+        keeps_outputs: keep the outputs of the model.
 
     Raises:
         ValuesNeededError: counts depend on values, so run without skipped products or without `once`.
         ChangedInPlaceError: run without `once`, since a node changes more of its arguments than their values.
     """
-    return _StorageObserver(traced, effects, products, once, records).run(leaves)
+    return _StorageObserver(traced, effects, products, once, keeps_outputs).run(leaves)
 
 
 class _StorageObserver:
     """One run; values live until their last user has run."""
 
-    def __init__(self, traced: Traced, effects: Effects, products: SkipMatmul, once: bool, records: bool):
-        self.traced, self.effects, self.records = traced, effects, records
+    def __init__(self, traced: Traced, effects: Effects, products: SkipMatmul, once: bool, keeps_outputs: bool):
+        self.traced, self.effects = traced, effects
         self.kinds = NodeKinds(effects)
         self.first: dict[Hashable, tuple[fx.Node, Any]] = {}  # by kind: the first node and, with `once`, its value
         self.products, self.once = products, once
@@ -143,7 +143,7 @@ class _StorageObserver:
         self.by_roles: dict[Hashable, Probe] = {}  # by kind and roles of the inputs
         self.value_bytes: dict[fx.Node, int] = {}
         self.fixed: set[fx.Node] = set()  # independent of inputs: their gradients are of parameters
-        self.handed_out = {n for n in (*traced.outputs, *traced.pieces) if isinstance(n, fx.Node) and records}
+        self.handed_out = {n for n in (*traced.outputs, *traced.pieces) if isinstance(n, fx.Node) and keeps_outputs}
         self.outputs: dict[fx.Node, Any] = {}
 
     def run(self, leaves: Sequence[Any]) -> StorageObservations:
@@ -193,9 +193,9 @@ class _StorageObserver:
     def _probe(self, node: fx.Node, place: int, kind: Hashable) -> None:
         inputs = node.all_input_nodes
         written = [n for n in inputs if self.effects.alias[n] in self.effects.written_classes[place]]
-        roles = kind, tuple(n in self.fixed for n in inputs) if self.records else ()
+        roles = kind, tuple(n in self.fixed for n in inputs)
         if roles not in self.by_roles:
-            self.by_roles[roles] = probe_node(node, written, self.values, self.fixed if self.records else None)
+            self.by_roles[roles] = probe_node(node, written, self.values, self.fixed)
         self.probes[node] = self.by_roles[roles]
         if all(n in self.fixed for n in inputs):
             self.fixed.add(node)

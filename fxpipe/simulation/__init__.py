@@ -14,7 +14,7 @@ critical path: B 66.7 %, F 33.3 %
 F and B of a stage depend on its neighbours' F and B, and on `transfers`. A transfer occupies a link, one for each
 direction of each pair of devices, and resources that links share (`Transfer.over`: the network adapter of a node). Each
 carries one transfer at a time, in the order in which they are sent. Replicas of a pipeline reduce the gradients of
-their stages (`reductions.py`). Actions also need the host that queues them (`HostCost`).
+their stages (`ReductionSpan`). Actions also need the host that queues them (`HostCost`).
 
 Simplifications: a stage takes equally long for every micro-batch; copies do not slow down computation; a loss takes no
 time unless the plan has it; values in transfer, and gradients of values, take no memory; if the loss uses an output of
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 from fxpipe.scheduling import Schedule, validate
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer, check_costs, transfers_of
-from fxpipe.simulation.reductions import ReductionSpan
+from fxpipe.simulation.events import ReductionSpan
 from fxpipe.simulation.simulation_result import CriticalLeg, MemoryFit, Simulation, SteadyState, simulate_checked
 from fxpipe.simulation.stream_simulation import simulate_stream
 from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline, Span

@@ -15,10 +15,12 @@ for the host when its action begins; the action ends no sooner than the host rel
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import accumulate
 
 from fxpipe.scheduling import Action, ActionKind, Schedule
 from fxpipe.scheduling.validation import NEIGHBOUR_STEP
@@ -398,3 +400,107 @@ class EventSimulation:
     def _put(self, time: float, event: int, device: int, place: int = 0) -> None:
         heappush(self._events, (time, self._order, event, device, place))
         self._order += 1
+
+
+CONTENTION_ROUNDS = 4  # after these, the durations of usual schedules hardly change
+
+
+def contended_durations(
+    durations: Mapping[Action, float], begun: Sequence[Sequence[StartedAction]], stages: Sequence[StageCost]
+) -> dict[Action, float]:
+    """Slows down each action by up to `StageCost.contention`, in proportion to the busy time of the other devices.
+
+    For devices that share memory and caches, such as workers on CPUs. The busy time depends on the durations, so the
+    schedule is simulated a few times, each time with the durations computed from the simulation before.
+    """
+    sharing = [d for d, row in enumerate(begun) if any(stages[one.span.action.stage].contention > 1 for one in row)]
+    busy = {d: _BusyTime([(one.span.start, one.span.end) for one in begun[d]]) for d in sharing}
+    contended = dict(durations)
+    for d in sharing if len(sharing) > 1 else ():
+        for one in begun[d]:
+            action, start, end = one.span.action, one.span.start, one.span.end
+            if end > start and action.kind is not ActionKind.UPDATE:
+                others = sum(busy[other].between(start, end) for other in sharing if other != d)
+                share = others / (len(sharing) - 1) / (end - start)
+                contended[action] *= 1 + (stages[action.stage].contention - 1) * share
+    return contended
+
+
+class _BusyTime:
+    def __init__(self, spans: Sequence[tuple[float, float]]):
+        self._starts = [start for start, _ in spans]
+        self._ends = [end for _, end in spans]
+        self._sums = [0.0, *accumulate(end - start for start, end in spans)]
+
+    def between(self, start: float, end: float) -> float:
+        return self._until(end) - self._until(start)
+
+    def _until(self, time: float) -> float:
+        """Computes the busy seconds before a time."""
+        k = bisect_right(self._starts, time)
+        return self._sums[k] - (max(0.0, self._ends[k - 1] - time) if k else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionSpan:
+    """The reduction of the gradients of one stage over replicas, once per step, in buckets of equal size.
+
+    The last action that makes gradients (W if backward is split, else B) fills the buckets at an even rate:
+
+        device    ... B5====== B6====== |B7==1==2==3==4|          four buckets, full at 1, 2, 3 and 4
+        link                                  |1--|2--|3--|4--|   each reduced once it is full, after the bucket before
+
+    A device reduces one bucket at a time, in the order in which they fill, while it computes. So after its last action
+    a step waits for the remaining buckets, and at least for the last bucket.
+    """
+
+    stage: int
+    device: int
+    bytes: float
+    start: float  # the start of the first bucket
+    end: float  # the end of the last bucket
+    seconds: float  # the total over its buckets
+    place: int  # the index in its device's row of the action that makes the last gradients
+    since: float  # from then on it does not wait for gradients
+    follows: bool  # it waited for the reduction before it, not for gradients
+
+
+def reductions_of(begun: Sequence[Sequence[StartedAction]], stages: Sequence[StageCost]) -> tuple[ReductionSpan, ...]:
+    """Computes the reductions of a step, by device and in order. Replicas in separate rows wait for the slowest one."""
+    last: list[dict[int, int]] = [{} for _ in begun]  # by device and stage: the index of its last B or W
+    slowest: dict[int, tuple[float, int]] = {}  # by stage: when and on which device its last gradients are made
+    for device, row in enumerate(begun):
+        for place, one in enumerate(row):
+            if one.span.action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
+                stage = one.span.action.stage
+                last[device][stage] = place
+                slowest[stage] = max(slowest.get(stage, (0.0, 0)), (one.span.end, device))
+    return tuple(
+        one
+        for device, row in enumerate(begun)
+        for one in _reductions_of_row(
+            device, row, {j: place for j, place in last[device].items() if slowest[j][1] == device}, stages
+        )
+    )
+
+
+def _reductions_of_row(
+    device: int, row: Sequence[StartedAction], last: Mapping[int, int], stages: Sequence[StageCost]
+) -> list[ReductionSpan]:
+    """Computes the reductions of a device. `last`: by stage, the index of its last action that makes gradients."""
+    reductions, free = list[ReductionSpan](), 0.0
+    for stage, place in sorted(last.items(), key=lambda item: item[1]):
+        cost, span = stages[stage], row[place].span
+        if not cost.reduction:
+            continue
+        each, begin = cost.reduction / cost.reduction_buckets, span.start + span.receiving
+        first_full = begin + (span.end - begin) / cost.reduction_buckets
+        start = max(free, first_full)
+        end = max(start + cost.reduction, span.end + each)
+        since = start if start + cost.reduction >= span.end + each else span.end
+        follows = free > first_full and since == start
+        free = end
+        reductions.append(
+            ReductionSpan(stage, device, cost.gradient_bytes, start, end, cost.reduction, place, since, follows)
+        )
+    return reductions

@@ -10,30 +10,32 @@ from typing import Any
 from fxpipe.cluster import Cluster
 from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import Action, ActionKind, Schedule
-from fxpipe.simulation.contention import CONTENTION_ROUNDS, contended_durations
 from fxpipe.simulation.costs import StageCost, Transfer
 from fxpipe.simulation.events import (
+    CONTENTION_ROUNDS,
     EventSimulation,
     HostJob,
+    ReductionSpan,
     StartedAction,
     action_durations,
+    contended_durations,
     dependency_edges,
     device_by_stage,
     handling_seconds,
     host_seconds,
+    reductions_of,
 )
-from fxpipe.simulation.reductions import ReductionSpan, reductions_of
-from fxpipe.simulation.text_timeline import timeline_lines
 from fxpipe.simulation.timeline import (
     HasTimeline,
     MemoryTimeline,
     Span,
     StepTimeline,
+    TimelineMixin,
     TransferRecord,
     idle_shares,
     memory_timeline_of,
+    timeline_lines,
 )
-from fxpipe.simulation.timeline_mixin import TimelineMixin
 from fxpipe.utils.text_table import bytes_of_limit, show_as_printed, text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 

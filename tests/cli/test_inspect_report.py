@@ -8,14 +8,10 @@ from helpers.drawn_plans import dense_portals, drawn_plan, portals_between
 
 import fxpipe
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.memory_chart import memory_bars
 from fxpipe.inspect.report import chunks_to_compare, chunks_variants, report_page, save_report
-from fxpipe.inspect.scene import Line, Rect, Text
 from fxpipe.inspect.stage_graph import save_graph
 from fxpipe.inspect.step_summary import schedule_outcomes
-from fxpipe.inspect.style import text_width
 from fxpipe.scheduling import make_schedule
-from fxpipe.simulation.timeline import MemoryParts
 from fxpipe.utils.units import human_seconds
 
 GIB = 2**30
@@ -102,23 +98,3 @@ def test_a_path_that_cannot_be_written_is_refused(save, form, name, words, tmp_p
     with pytest.raises(ArgumentError, match=words):
         save(drawn_plan(2), tmp_path / name.format(form))
     assert [*tmp_path.iterdir()] == []
-
-
-def test_bars_are_as_long_as_parts_and_the_limit_stands_where_it_is():
-    parts = [MemoryParts(parameters=GIB, activations=2 * GIB), MemoryParts(parameters=2 * GIB, activations=4 * GIB)]
-    scene = memory_bars(["0: cpu", "1: cpu"], parts, [8 * GIB, 5 * GIB])
-    bars = [item for item in scene.items if isinstance(item, Rect) and item.title]
-    widths = [bar.width for bar in bars]
-    assert widths == pytest.approx([widths[0], 2 * widths[0], 2 * widths[0], 4 * widths[0]])
-    limits = [item.points[0][0] - bars[0].x for item in scene.items if isinstance(item, Line) and item.title]
-    assert limits == pytest.approx([8 * widths[0], 5 * widths[0]])
-    for text in (item for item in scene.items if isinstance(item, Text)):
-        assert text.x + text_width(text.text, text.size) <= scene.width
-
-
-def test_a_limit_far_above_the_bars_is_told_and_leaves_them_their_length():
-    scene = memory_bars(["0: cpu"], [MemoryParts(parameters=GIB)], [100 * GIB])
-    bar = next(item for item in scene.items if isinstance(item, Rect) and item.title)
-    assert bar.width > scene.width / 2
-    assert not [item for item in scene.items if isinstance(item, Line) and item.title]
-    assert "1.0 GiB of 100.0 GiB" in [item.text for item in scene.items if isinstance(item, Text)]

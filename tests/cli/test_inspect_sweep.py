@@ -23,8 +23,9 @@ from fxpipe.inspect.step_summary import (
     step_text,
     summaries_text,
     summarize_step,
+    sweep_devices,
+    sweep_text,
 )
-from fxpipe.inspect.sweep import sweep_devices, sweep_text
 from fxpipe.planning.options.stage_placement import TRAINING_SCHEDULES
 from fxpipe.planning.plans import Plan
 from fxpipe.scheduling import SCHEDULES

@@ -12,7 +12,7 @@ from helpers.inspected import make_plan, refusal
 
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.cli_options import PlanFile, parse_subject
+from fxpipe.inspect.cli_options import PlanFile, as_options, parse_request, parse_subject
 from fxpipe.inspect.hugging_face import (
     ModelType,
     example_inputs,
@@ -20,9 +20,7 @@ from fxpipe.inspect.hugging_face import (
     parse_model_type,
     vocabulary_size,
 )
-from fxpipe.inspect.inputs import InputOption, InputShape, make_arguments
-from fxpipe.inspect.request import parse_request, with_option_name
-from fxpipe.inspect.targets import Target, load_model, parse_keyword
+from fxpipe.inspect.targets import InputOption, InputShape, Target, load_model, make_arguments, parse_keyword
 
 FACTORIES = """
 import torch
@@ -291,19 +289,19 @@ def test_what_a_saved_plan_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_refusals_of_planning_name_the_option(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert with_option_name("pin['0']=7: there are 2 devices") == "--pin: pin['0']=7: there are 2 devices"
-    assert with_option_name("leaf_modules: no module") == "--leaf: leaf_modules: no module"
-    assert with_option_name("a plan cannot be saved: it=2") == "a plan cannot be saved: it=2"
-    assert with_option_name("--devices 3: stages=3") == "--devices 3: stages=3"
+    assert as_options("pin['0']=7: there are 2 devices") == "--pin['0']=7: there are 2 devices"
+    assert as_options("leaf_modules: no module") == "--leaf: no module"
+    assert as_options("a plan cannot be saved: it=2") == "a plan cannot be saved: it=2"
+    assert as_options("--devices 3: stages=3") == "--devices 3: stages=3"
     advice = "chunks=0 is none; use chunks=1, schedule='1f1b' or memory_limit=['1GiB', 2] (optimizer_state)"
-    assert with_option_name(advice) == (
-        "--chunks: chunks=0 is none; use --chunks 1, --schedule 1f1b or --memory-limit 1GiB,2 (--optimizer-state)"
+    assert as_options(advice) == (
+        "--chunks 0 is none; use --chunks 1, --schedule 1f1b or --memory-limit 1GiB,2 (--optimizer-state)"
     )
     argv = [f"{factories}:make", "--kwargs", "width=2", "--input", "4x2", "--pin", "0=gpu"]
-    assert "inspect: --pin: pin['0']: 'gpu' is no device of torch's" in refusal(argv, capsys)
+    assert "inspect: --pin['0']: 'gpu' is no device of torch's" in refusal(argv, capsys)
     assert "--pin: '0' is given twice" in refusal([*argv, "--pin", "0=1"], capsys)
     argv = [f"{factories}:make", "--kwargs", "width=2", "--input", "4x2", "--memory-limit", "lots"]
-    assert "inspect: --memory-limit: memory_limit='lots' is no number of bytes" in refusal(argv, capsys)
+    assert "inspect: --memory-limit lots is no number of bytes" in refusal(argv, capsys)
     assert "TARGET goes before --kwargs" in refusal(["--kwargs", "width=2", f"{factories}:make"], capsys)
 
 

@@ -69,7 +69,12 @@ def _stage(j: int, device: str, blocks: int, samples: int, draw: random.Random, 
         memory_limit=200 * MIB,
         bytes=StageBytes(held=Polynomial.in_b(0, 5 * MIB), working=Polynomial.in_b(0, MIB)),
         flops=Polynomial.in_b(0, 10**9),
-        fixed=StageSeconds(seconds / 9, seconds / 9, seconds / 9),
+        formulas=StageSeconds(
+            *(
+                Polynomial.in_b(seconds / 9, (part - seconds / 9) / samples)
+                for part in (seconds / 3, 2 * seconds / 3, seconds / 3)
+            )
+        ),
         sent=Polynomial() if is_last else Polynomial.in_b(0, MIB),
         modules=modules,
         shares=tuple(weight / sum(weights) for weight in weights),

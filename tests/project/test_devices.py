@@ -20,7 +20,7 @@ GENERIC = re.compile(
 # Makes that are named, and why.
 ALLOWED = {
     ("hardware.py", "'cuda:'"): "names of devices that are elsewhere, of a table of hardware",
-    ("profiling/roofline.py", "backends.cuda"): "TF32, which tables of GPUs have a rate for",
+    ("profiling/flops.py", "backends.cuda"): "TF32, which tables of GPUs have a rate for",
     ("tracing/cache_key.py", "torch.backends.cuda"): "switches of attention, which hold on every device",
 }
 

@@ -61,8 +61,8 @@ def parse_devices(devices: Devices | None, anywhere: bool = False) -> tuple[torc
         present = accelerator.first_devices(count)
         if count is not None and count > len(present):
             raise ArgumentError(
-                f"devices={count}: {present[0].type.upper()} has {len(present)} here; for workers on the CPU give a "
-                "list: ['cpu', 'cpu']; to plan for devices that are elsewhere, fxpipe.plan(model, ..., hardware=)"
+                f"devices={count}: {present[0].type.upper()} has {len(present)} here; for workers on the CPU give "
+                "devices=['cpu', 'cpu']; to plan for devices that are elsewhere, give fxpipe.plan their hardware"
             )
         return present
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):

@@ -237,7 +237,6 @@ class Settings:
     profile: Profile | None = None  # an earlier measurement
     profile_budget: float = 5.0  # seconds
     loss: PlannedLoss | None = None  # applied to the outputs in each step; None: unknown
-    operations: bool = True  # record operations in the plan, to estimate other hardware
     deferred_batch_norm: bool = False
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages are not compiled
     progress: bool = True  # show progress bars if stderr is a terminal

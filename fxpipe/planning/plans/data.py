@@ -56,21 +56,11 @@ class StageBytes:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Seconds of a stage for one micro-batch."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    weight: float = 0.0  # the part of backward that computes gradients of parameters
-    loss: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StageGrowth:
-    """The part of a stage's seconds that grows with the batch and the dynamic sizes; 0 if there are none."""
+    """Seconds of a stage for one micro-batch of any size. Zero: in proportion to the samples."""
 
     forward: Polynomial = ZERO
     backward: Polynomial = ZERO
-    weight: Polynomial = ZERO
+    weight: Polynomial = ZERO  # the part of backward that computes gradients of parameters
     loss: Polynomial = ZERO
 
 
@@ -128,14 +118,13 @@ class StagePlan:
     memory_limit: int | None = None  # bytes that the stage may use; None: unknown
     bytes: StageBytes = field(default_factory=StageBytes)
     flops: Polynomial = ZERO  # forward and backward of one micro-batch, without recomputation
-    fixed: StageSeconds = field(default_factory=StageSeconds)  # part of the seconds that does not depend on the sizes
+    formulas: StageSeconds = field(default_factory=StageSeconds)  # its seconds for any size
     sent: Polynomial = ZERO  # `sent_bytes` for any size
     work: StageWork = field(default_factory=StageWork)
     update_seconds: float = 0.0  # one optimizer step on known hardware: reads and writes of its memory
     modules: tuple[str, ...] = ()  # for each node, the path of the module that created it
     shares: tuple[float, ...] = ()  # for each node, its share of the stage's seconds, 0 to 1
     loss_seconds: float = 0.0  # forward and backward of the loss, on the last stage
-    growing: StageGrowth = field(default_factory=StageGrowth)  # the part of the seconds that grows with the sizes
     host: HostCost | None = None  # host time of its actions; None: unknown
 
     @property
@@ -202,8 +191,7 @@ class HeaviestNode:
     stage: int
     seconds: float  # for one micro-batch, forward and backward
     line: str  # the user's line; empty if unknown
-    fixed_seconds: float = 0.0  # part of `seconds` that does not depend on the sizes
-    growing: Polynomial = ZERO  # the part of `seconds` that grows with the dynamic sizes
+    formula: Polynomial = ZERO  # `seconds` for any size
 
 
 @dataclass(frozen=True, slots=True)

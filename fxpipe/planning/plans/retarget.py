@@ -6,7 +6,7 @@ The plan has its bytes, FLOPs and operations as formulas. The cut does not chang
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeVar
@@ -19,7 +19,6 @@ from fxpipe.planning.plans.data import (
     PlanData,
     PlannedSize,
     PlannedTransfer,
-    StageGrowth,
     StagePlan,
     StageSeconds,
 )
@@ -29,8 +28,7 @@ from fxpipe.utils.polynomial import Polynomial, polynomial_sum
 
 PlanT = TypeVar("PlanT", bound=PlanData)
 
-# Bytes are exact at other sizes, by the plan's formulas. Seconds have a fixed part and a growing part, which grows by
-# its formula if there are dynamic sizes, otherwise with the samples.
+# Bytes are exact at other sizes, by the plan's formulas. Seconds change by the difference of theirs.
 
 
 def resize_plan(
@@ -71,11 +69,11 @@ class _Resizing:
         """Computes bytes by the formula; without one (an older file, a manual plan) in proportion to samples."""
         return formula.at(self.after) if formula else math.ceil(known * self._times)
 
-    def seconds(self, known: float, fixed: float, growing: Polynomial) -> float:
-        """Computes seconds; the growing part follows its formula or, without one, the samples."""
-        if growing:
-            return max(0.0, known + float(growing.value(self.after) - growing.value(self.before)))
-        return _scale_seconds(known, fixed, self._times)
+    def seconds(self, known: float, formula: Polynomial) -> float:
+        """Computes seconds by the formula; without one in proportion to samples."""
+        if formula:
+            return max(0.0, known + float(formula.value(self.after) - formula.value(self.before)))
+        return known * self._times
 
     @property
     def _times(self) -> float:
@@ -87,16 +85,14 @@ def _resize(one: PlannedSize, size: int) -> PlannedSize:
 
 
 def _resize_stage(stage: StagePlan, now: _Resizing, recomputes: bool) -> StagePlan:
-    fixed, growing = stage.fixed, stage.growing
-    backward = now.seconds(stage.backward_seconds, fixed.backward, growing.backward)
+    backward = now.seconds(stage.backward_seconds, stage.formulas.backward)
     return replace(
         stage,
-        forward_seconds=now.seconds(stage.forward_seconds, fixed.forward, growing.forward),
+        forward_seconds=now.seconds(stage.forward_seconds, stage.formulas.forward),
         backward_seconds=backward,
-        weight_seconds=min(
-            backward, now.seconds(stage.weight_seconds, fixed.weight, growing.weight)
-        ),  # still a part of backward after rounding
-        loss_seconds=now.seconds(stage.loss_seconds, fixed.loss, growing.loss),
+        # Still a part of backward after rounding.
+        weight_seconds=min(backward, now.seconds(stage.weight_seconds, stage.formulas.weight)),
+        loss_seconds=now.seconds(stage.loss_seconds, stage.formulas.loss),
         activation_bytes=stage.bytes.kept(recomputes).at(now.after) + stage.bytes.held.at(now.after),
         sent_bytes=now.bytes(stage.sent, stage.sent_bytes),
     )
@@ -105,15 +101,11 @@ def _resize_stage(stage: StagePlan, now: _Resizing, recomputes: bool) -> StagePl
 def _resize_transfer(way: PlannedTransfer, now: _Resizing) -> PlannedTransfer:
     size = now.bytes(way.size, way.bytes)
     times = size / way.bytes if way.bytes else 1.0
-    return replace(way, bytes=size, seconds=_scale_seconds(way.seconds, way.fixed_seconds, times))
+    return replace(way, bytes=size, seconds=way.fixed_seconds + (way.seconds - way.fixed_seconds) * times)
 
 
 def _resize_node(node: HeaviestNode, now: _Resizing) -> HeaviestNode:
-    return replace(node, seconds=now.seconds(node.seconds, node.fixed_seconds, node.growing))
-
-
-def _scale_seconds(seconds: float, fixed: float, times: float) -> float:
-    return fixed + (seconds - fixed) * times
+    return replace(node, seconds=now.seconds(node.seconds, node.formula))
 
 
 # -- Overhead of an action in addition to the operations of its stage --------------------------------------------------
@@ -165,48 +157,34 @@ def transfer_over_link(way: PlannedTransfer, link: Link | None) -> PlannedTransf
 
 
 def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Hardware) -> StagePlan:
-    worker = plan.placement[stage.index]
-    here, twice = (
-        _stage_seconds(plan, stage, hardware, plan.here | {"b": times * plan.micro_batch}) for times in (1, 2)
-    )
+    def total(counted: Iterable[tuple[int, int]], times: int = 1) -> float:
+        sizes = plan.here | {"b": times * plan.micro_batch}
+        return math.fsum(count * plan.operations[k].seconds(hardware, sizes) for k, count in counted)
+
+    def formula(counted: Sequence[tuple[int, int]]) -> Polynomial:
+        here = total(counted)
+        if plan.sizes:
+            growing = polynomial_sum(plan.operations[k].growing(hardware, plan.here) * count for k, count in counted)
+            return growing + Polynomial.in_b(here - float(growing.value(plan.here)))
+        fixed = max(0.0, 2 * here - total(counted, 2))  # of the line through the seconds of b and of 2b samples
+        return Polynomial.in_b(fixed, (here - fixed) / plan.micro_batch)
+
+    work = stage.work
+    forward, backward = total(work.forward), total(work.backward)
+    formulas = StageSeconds(*map(formula, (work.forward, work.backward, work.to_inputs, work.loss)))
     return replace(
         stage,
         device=device,
-        forward_seconds=here.forward,
-        backward_seconds=here.backward,
-        weight_seconds=here.weight,
-        loss_seconds=here.loss,
-        memory_limit=hardware.usable_memory // plan.placement.count(worker),
-        fixed=StageSeconds(
-            *(
-                max(0.0, 2 * getattr(here, kind) - getattr(twice, kind))  # the line through both points
-                for kind in ("forward", "backward", "weight", "loss")
-            )
-        ),
-        growing=_stage_growth(plan, stage, hardware) if plan.sizes else StageGrowth(),
+        forward_seconds=forward,
+        backward_seconds=backward,
+        weight_seconds=max(0.0, backward - total(work.to_inputs)),
+        loss_seconds=total(work.loss),
+        memory_limit=hardware.usable_memory // plan.placement.count(plan.placement[stage.index]),
+        formulas=replace(formulas, weight=formulas.backward + formulas.weight * -1),
         action_seconds=action_seconds(device),
-        host=reckon_host(device, len(stage.nodes) + len(stage.copies), stage.work, here.forward),
+        host=reckon_host(device, len(stage.nodes) + len(stage.copies), work, forward),
         update_seconds=hardware.update_seconds(stage.gradient_bytes, stage.state_bytes - stage.gradient_bytes),
     )
-
-
-def _stage_growth(plan: PlanData, stage: StagePlan, hardware: Hardware) -> StageGrowth:
-    def total(counted: Iterable[tuple[int, int]]) -> Polynomial:
-        return polynomial_sum(plan.operations[k].growing(hardware, plan.here) * times for k, times in counted)
-
-    work = stage.work
-    backward = total(work.backward)
-    return StageGrowth(total(work.forward), backward, backward + total(work.to_inputs) * -1, total(work.loss))
-
-
-def _stage_seconds(plan: PlanData, stage: StagePlan, hardware: Hardware, sizes: Mapping[str, int]) -> StageSeconds:
-    def total(counted: Iterable[tuple[int, int]]) -> float:
-        return math.fsum(times * plan.operations[k].seconds(hardware, sizes) for k, times in counted)
-
-    work = stage.work
-    backward = total(work.backward)
-    weight = max(0.0, backward - total(work.to_inputs))
-    return StageSeconds(total(work.forward), backward, weight, total(work.loss))
 
 
 def place_plan(plan: PlanT, cluster: Cluster) -> PlanT:

@@ -4,7 +4,7 @@
     print(tuning)                                               # the table of candidates
     pipe = fxpipe.pipeline(model, **tuning.best.arguments)
 
-`candidates.py` lists candidates, `candidate_plans.py` plans them, `candidate_search.py` simulates them, and
-`tuning_result.py` has the rows. `measure_candidates.py` runs the best few. `auto_options.py` implements `chunks="auto"`
+`candidates.py` lists candidates and has their results, `candidate_plans.py` plans them, `candidate_search.py` simulates
+them. `measure_candidates.py` runs the best few. `auto_options.py` implements `chunks="auto"`
 and `schedule="auto"` of `fxpipe.pipeline`.
 """

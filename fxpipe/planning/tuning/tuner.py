@@ -24,13 +24,22 @@ from fxpipe.planning.options.pipeline_options import (
 from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES, DROP_IN_SCHEDULE, TRAINING_SCHEDULES
 from fxpipe.planning.passes import ProfiledModel, holds_for_chunks, trace_and_profile
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.candidate_plans import PlanSource, PlanVariants, memory_limits_of, with_memory_limits
+from fxpipe.planning.tuning.candidate_plans import (
+    FORWARDS_OF_REPLICA,
+    LEAST_GAIN_OF_REPLICATION,
+    PlanSource,
+    PlanVariants,
+    ReplicaOptions,
+    memory_limits_of,
+    with_memory_limits,
+)
 from fxpipe.planning.tuning.candidate_search import MemoryLimits, search_candidates, shortage_message
 from fxpipe.planning.tuning.candidates import (
     MAX_CHUNKS_PER_WORKER,
     TRIED_STAGES_PER_DEVICE,
     Candidate,
     CandidateResult,
+    Tuning,
     candidates_of_model,
     candidates_of_plan,
     chunks_for_batch,
@@ -38,12 +47,6 @@ from fxpipe.planning.tuning.candidates import (
     rank_fitting,
 )
 from fxpipe.planning.tuning.measure_candidates import MEASURED_CANDIDATES, measure_steps
-from fxpipe.planning.tuning.replicated_plans import (
-    FORWARDS_OF_REPLICA,
-    LEAST_GAIN_OF_REPLICATION,
-    ReplicaOptions,
-)
-from fxpipe.planning.tuning.tuning_result import Tuning
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.output_combination import needing_all

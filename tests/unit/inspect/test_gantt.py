@@ -8,9 +8,8 @@ from itertools import pairwise
 import pytest
 from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, flatten_items, simulated
 
-from fxpipe.inspect.gantt import GANTT_MARGIN, MAX_BOXES, draw_gantt, gantt_layout
+from fxpipe.inspect.gantt import GANTT_MARGIN, MAX_BOXES, TIMELINE_FORMATS, draw_gantt, gantt_layout
 from fxpipe.inspect.perfetto import perfetto_trace
-from fxpipe.inspect.save_timeline import TIMELINE_FORMATS
 from fxpipe.inspect.scene import Area, Bars, Group, Line, Rect, Scene, Text
 from fxpipe.inspect.style import KIND_COLOURS, RECEIVING_COLOUR
 from fxpipe.inspect.svg import svg_of

@@ -15,10 +15,10 @@ from fxpipe.inspect.stage_graph import (
     MAX_GROUPS,
     bundles_of,
     draw_stage_graph,
+    node_groups_of,
 )
 from fxpipe.inspect.style import text_width
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.plans.node_groups import node_groups_of
 
 PLANS = {
     "one": drawn_plan(1),

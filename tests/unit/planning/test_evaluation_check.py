@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import FxpipeError
-from fxpipe.planning import evaluation_check as evaluation
+from fxpipe.planning import passes as evaluation
 
 
 class Model(nn.Module):

@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.profiling import Profile, profile
-from fxpipe.profiling.formulas import fit_growth
-from fxpipe.profiling.other_sizes import other_lengths, resize_inputs
+from fxpipe.profiling.formulas import fit_growth, other_lengths, resize_inputs
 from fxpipe.tracing import Traced, trace
 from fxpipe.tracing.tensors import bytes_in
 from fxpipe.utils.polynomial import Polynomial, SizePoint

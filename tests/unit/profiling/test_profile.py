@@ -19,8 +19,9 @@ from torch import fx, nn
 import fxpipe
 from fxpipe import profiling
 from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.hardware import NodeWork
 from fxpipe.profiling import NodeCost, Profile, profile
-from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.backward_timing import Clock
 from fxpipe.profiling.memory import GraphCounts, NodeCounts
 from fxpipe.profiling.node_timing import TimingRounds
 from fxpipe.tracing import trace
@@ -141,7 +142,7 @@ def test_nothing_goes_back_where_nothing_requires_grad() -> None:
 @pytest.fixture
 def only_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is counted or noted beside it, which takes runs of its own."""
-    monkeypatch.setattr(profiling, "_estimates", lambda *_: {})
+    monkeypatch.setattr(profiling, "work_of", lambda *_: NodeWork())
     nothing = NodeCounts(*(sympy.Integer(0),) * 4)
     monkeypatch.setattr(profiling, "count_flops_and_bytes", lambda *_: GraphCounts(defaultdict(lambda: nothing), ()))
 
@@ -227,15 +228,13 @@ def test_one_profile_serves_other_micro_batch_sizes() -> None:
 # -- the part of backward that goes to parameters ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "known"),
-    [({}, True), ({"operations": False}, False), ({"operations": False, "hardware": "h100"}, True)],
-)
-def test_operations_are_found_beside_measuring_if_they_are_wanted(options: dict[str, Any], known: bool) -> None:
-    """An estimate is made of them."""
+def test_operations_are_found_beside_measuring() -> None:
     x = torch.randn(4, 8)
-    found = profile(trace(nn.Linear(8, 8), (x,)), (x,), budget=0.01, **options)
-    assert [cost.work is not None for cost in found.nodes] == [known]
+    found = profile(trace(nn.Linear(8, 8), (x,)), (x,), budget=0.01)
+    (work,) = (cost.work for cost in found.nodes)
+    assert work is not None
+    assert [operation.flops(3) for operation in work.forward] == [2 * 3 * 8 * 8]
+    assert [operation.flops(3) for operation in work.backward] == [2 * 3 * 8 * 8, 0]
 
 
 def test_weight_part_is_measured() -> None:

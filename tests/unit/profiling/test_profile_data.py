@@ -231,7 +231,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **options: Any) -> Any:
         raise AssertionError("a node is run to be measured")
 
-    for name in ("measure", "record_operations", "count_flops_and_bytes"):
+    for name in ("measure", "count_flops_and_bytes"):
         monkeypatch.setattr(f"fxpipe.profiling.{name}", refuse)
 
 

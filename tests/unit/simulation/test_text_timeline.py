@@ -7,8 +7,7 @@ from helpers.drawn_steps import simulated
 
 from fxpipe.scheduling import Action, ActionKind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
-from fxpipe.simulation.text_timeline import timeline_lines, timeline_text
-from fxpipe.simulation.timeline import Span
+from fxpipe.simulation.timeline import Span, timeline_lines, timeline_text
 
 
 @cache

@@ -11,8 +11,8 @@ from fxpipe.errors import ArgumentError, StateError
 from fxpipe.planning import cost_model
 from fxpipe.planning.options.parse import parse_devices
 from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
-from fxpipe.profiling import clock as clock_module
-from fxpipe.profiling.clock import Clock, HeadStart
+from fxpipe.profiling import backward_timing as clock_module
+from fxpipe.profiling.backward_timing import Clock, HeadStart
 from fxpipe.utils import accelerator
 
 CPU = torch.device("cpu")
