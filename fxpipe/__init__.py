@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fxpipe.planning.tuning.candidates import Tuning
     from fxpipe.planning.tuning.tuner import tune
     from fxpipe.profiling import Profile, profile
-    from fxpipe.runtime.recomputing import is_recomputing
+    from fxpipe.rewriting.program import is_recomputing
     from fxpipe.tracing import trace
     from fxpipe.tracing.record.cut_marker import cut
     from fxpipe.tracing.record.opaque_call import leaf
@@ -40,7 +40,7 @@ _HOMES = {
     "Profile": "fxpipe.profiling",
     "cut": "fxpipe.tracing.record.cut_marker",
     "is_planning": "fxpipe.utils.locks",
-    "is_recomputing": "fxpipe.runtime.recomputing",
+    "is_recomputing": "fxpipe.rewriting.program",
     "leaf": "fxpipe.tracing.record.opaque_call",
     "pipeline": "fxpipe.api",
     "plan": "fxpipe.planning.entry",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,17 +52,6 @@ def gradients_of(
         ends, tuple(gradients), keep_graph, False, starts, True, accumulate_grad=False
     )
     return results
-
-
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Registers `function` to be called when the current backward of this thread has succeeded.
-
-    Raises:
-        TorchVersionError: torch's engine has no `queue_callback`.
-    """
-    if _engine is None or not hasattr(_engine, "queue_callback"):
-        raise missing_name("Variable._execution_engine has no attribute 'queue_callback'")
-    _engine.queue_callback(function)
 
 
 def gradient_edge_of(tensor: torch.Tensor) -> GradientEdge:

@@ -16,24 +16,14 @@ gives each rank the values of its stages:
 If `torchrun --max-restarts` restarts failed processes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: otherwise torch 2.13
 gives them the previous processes' store, and gloo may connect to outdated addresses.
 
-Modules, bottom up:
-
-- `connection` (transfers between ranks in one generation), `failures` (reports after a failed step), `rank_group` (both
-  together: a block that succeeds on all ranks or on none)
-- `packets` (values as messages), `packet_link` (the packets that a row receives and sends), `rank_step` (a step with
-  this rank's stages)
-- `held_tensors` (which rank has which parameter; tied weights), `gradient_reduction` (sums over replicas), `replicas`
-  (the part of each in a step), `step_report` (reports at the end of a step), `rank_gradients` (from sums of stages to
-  `.grad`)
-- `agreement` (all ranks have the same model, plan and versions), `rank_engine` (complete steps), `rank_state` (programs
-  of all ranks), `rank_stream`, `rank_train_stream` (one stage of a stream, and the loop), `pipeline`
-- `materialization` (memory for this rank's tensors), `checkpoint_readers`, `checkpoint_loading`, `initialization`,
-  `clip_grad_norm`
+From the bottom: `connection`, `failures`, `rank_group` (a block that succeeds on all ranks or on none); `packets`,
+`packet_link`, `rank_step` (a step with this rank's stages); `held_tensors` (which rank has which parameter),
+`gradient_reduction`, `replicas`, `rank_gradients` (from sums of stages to `.grad`); `agreement`, `rank_engine`,
+`rank_state`, `rank_stream`, `rank_train_stream`, `pipeline`; `initialization`, `checkpoint_loading`.
 """
 
 from fxpipe.distributed.checkpoint_loading import load
-from fxpipe.distributed.clip_grad_norm import clip_grad_norm_
 from fxpipe.distributed.initialization import initialize
-from fxpipe.distributed.pipeline import DistributedPipeline, pipeline_over_ranks
+from fxpipe.distributed.pipeline import DistributedPipeline, clip_grad_norm_, pipeline_over_ranks
 
 __all__ = ["DistributedPipeline", "clip_grad_norm_", "initialize", "load", "pipeline_over_ranks"]

@@ -8,15 +8,13 @@ gloo transfers the layouts of packets (`packets`) and reports failed ranks. Tens
              compute             ... F ...  ╚═●─▶ F of this value
 
 *Order.* A communicator matches sends and receives only by order, and a waiting operation blocks those after it. So each
-ordered pair of ranks has one: values and gradients never wait for each other. The receiver posts its receives early and
-in the order of the sender's row (`packet_link`), so only packets with a known layout move here, others through gloo.
+ordered pair of ranks has one, and the receiver posts its receives in the order of the sender's row (`packet_link`).
+Packets with an unknown layout use gloo.
 
-*Streams.* A send follows the work already queued on its compute stream. A receive uses memory of an idle stream: on
-the compute stream it would wait for all queued work.
-
-*Memory.* A message is kept until the compute stream waits for the end of its send. Received memory is used by later
-computations: `record_stream`. After a failure, communicators are aborted before memory is freed, since devices may
-still write to it.
+*Streams and memory.* A send follows the work already queued on its compute stream, and is kept until the compute stream
+waits for its end. A receive uses memory of an idle stream, since on the compute stream it would wait for all queued
+work; `record_stream` keeps it for later computations. After a failure, communicators are aborted before memory is
+freed, since devices may still write to it.
 
 *Failure.* The host waits only in `settle`, at the end of a row, up to the timeout. A step is committed after all ranks
 have passed it.

@@ -58,19 +58,9 @@ class DeviceSums:
         sums               └──▶ copies into a bucket ──●               ●──▶ copies out of it ──▶ the host goes on
         backend                                        └──▶ all-reduce ┘
 
-    *Order.* A communicator matches operations only by order. This one has only buckets, in the same order on all
-    replicas.
-
-    *Streams.* Copies into and out of buckets have a separate stream: on the compute stream, the rest of the backward
-    would wait for sums. This stream waits for the compute stream when a gradient is added, and for the sums after the
-    row.
-
-    *Memory.* This stream uses the memory of gradients, and the compute stream uses the memory of sums
-    (`record_stream`). A bucket is kept until the host has waited for its sum. After a failure, the communicator is
-    aborted before memory is freed, since devices may still write to it.
-
-    *Failure.* The host waits only in `settle`, up to the timeout, and in the first operation of a communicator, which
-    connects the replicas.
+    The communicator has only buckets, in the same order on all replicas. Copies have a separate stream: on the compute
+    stream, the rest of the backward would wait for sums. A bucket is kept until the host has waited for its sum, in
+    `settle`, up to the timeout. After a failure, the communicator is aborted before memory is freed.
     """
 
     def __init__(self, backend: str, device: torch.device, store: Store, replica: int, replicas: int, timeout: float):

@@ -22,7 +22,7 @@ from fxpipe._torch.dispatch_modes import TorchDispatchMode
 from fxpipe._torch.module_internals import reset_method_of, tensor_stores
 from fxpipe._torch.operators import schema_of
 from fxpipe._torch.tensor_data import replace_data
-from fxpipe.distributed.materialization import GivenMemory
+from fxpipe.distributed.held_tensors import GivenMemory
 from fxpipe.distributed.pipeline import distributed_state
 from fxpipe.distributed.rank_state import RankState
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError

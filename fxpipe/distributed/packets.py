@@ -7,12 +7,10 @@ step, so both ends remember it:
     payload     the memory of all tensors in one message, expected early if the layout is known
     layout      if it is new; then the payload again, with the sizes of the layout
 
-If the devices of the ranks have a backend (`device_transfers`), the payload on a device is a second message, from
-device to device. A payload after a new layout always uses CPU memory, since communicators of devices match messages
-only by order.
-
-A sender whose layout has changed cannot cancel what the receiver expects, so it first sends that many placeholder
-bytes. Layouts are updated only at the end of a step, so both ends agree.
+With a backend for devices (`device_transfers`), the payload on a device is a second message; after a new layout it uses
+CPU memory, since communicators match messages only by order. A sender whose layout has changed cannot cancel what the
+receiver expects, so it first sends that many placeholder bytes. Layouts are updated only at the end of a step, so both
+ends agree.
 """
 
 from __future__ import annotations

@@ -22,18 +22,23 @@ from fxpipe.distributed.packets import MAX_KEYS, Layout, Mailbox
 from fxpipe.distributed.rank_gradients import RankGradients
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankExchange, RankStep
-from fxpipe.distributed.replicas import ReplicaPart, Replicas, ReplicaStart, digest, loss_of_replica, loss_of_union
-from fxpipe.distributed.step_report import LossVerdict, StepReport, check_scales
+from fxpipe.distributed.replicas import (
+    ReplicaPart,
+    Replicas,
+    ReplicaStart,
+    StepReport,
+    check_scales,
+    digest,
+    loss_of_replica,
+    loss_of_union,
+)
 from fxpipe.errors import LossError
 from fxpipe.rewriting.program import Program
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors, different_programs
-from fxpipe.runtime.engine import (
-    Engine,
-    gathered_results,
-    losses_of,
-)
+from fxpipe.runtime.engine import Engine, gathered_results, losses_of
 from fxpipe.runtime.executors import InlineExecutor
+from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import LossCall, MicroBatchLosses
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
@@ -219,30 +224,33 @@ class RankEngine(Engine):
                 look_at_elements=(kind is None or kind.look_at_elements) and looks_at_elements,
                 first_micro_batch=part.first,
             )  # fmt: skip
-            report, outputs = StepReport(gradients.have_hooks(step), self._loss_scale(call.scaler)), []
+            report, outputs = StepReport(gradients.have_hooks(step), self._loss_scale(call.scaler)), list[Any]()
             if step.loss is not None:
                 self.refuse_strange_leaves(step.loss)
                 report.loss = loss_of_replica(step.loss.losses)
             if step.loss is not None and kind is not None:
-                outputs = self._close_loss(step, step.loss, kind, report, is_verified, call.return_outputs)
+                # Of several replicas the micro-batches of all add up to the loss, which is not verified here.
+                is_compared = is_verified and not (self.replicas.count > 1 and step.loss.tree.is_weighed)
+                report.evidence, outputs = LossEvidence.of(step, kind, is_compared, call.return_outputs)
+                losses = step.loss.losses
+                report.evidence.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]
                 self._note_step(step, schedule)
             if step.loss is None or self.replicas.count > 1:
-                report.weights_of_elements = dict(step.loss_weighting.gradients)
+                report.evidence.weights_of_elements = dict(step.loss_weighting.gradients)
             gradients.give_rest(step, report)
             reports: list[list[StepReport]] = self.group.everybody(report, "the end of the step")
             gradients.finish_sum()
-            verdict = LossVerdict.of(reports, last, part)
+            verdict = LossVerdict.of([[one.evidence for one in row] for row in reports], last, part.firsts)
             if verdict.is_unsure and not is_again:
                 is_verified, is_again = is_last and m > 1, True  # nothing has changed yet: repeat with verification
                 mailbox.settle()
                 continue
             break
-        verdict.check()
-        if m > 1 and kind is not None:
-            kind.count_pass(is_mistaken=verdict.wrong[self.group.replica] is not None)
+        verdict.check(kind, m, self.group.replica)
         check_scales(reports)
-        loss, divisor = loss_of_union([of_last.loss for of_last in verdict.of_last], part, call.reduction)
-        self.replicas.note_unit([of_last.loss for of_last in verdict.of_last])
+        of_last = [one for row in reports if (one := row[last].loss) is not None]
+        loss, divisor = loss_of_union(of_last, part, call.reduction)
+        self.replicas.note_unit(of_last)
 
         gradients.sum_over_replicas(step, reports)
         others = exchange.sum_gradients(step)
@@ -312,22 +320,6 @@ class RankEngine(Engine):
         losses = losses_of(inputs, call, is_verified, known)
         losses.portion, losses.unit = part.portion, self.replicas.unit(part)
         return losses
-
-    def _close_loss(
-        self, step: RankStep, stage: LossStage, kind: Any, report: StepReport, is_verified: bool, is_asked: bool
-    ) -> list[Any]:
-        """Completes the report of the rank of the last stage; returns the saved outputs."""
-        losses = stage.losses
-        report.wrong = step.loss_weighting.difference(losses.share)
-        report.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]
-        if self.replicas.count > 1 and stage.tree.is_weighed:
-            is_verified = False  # the micro-batches of all replicas add up to the loss, which is not verified here
-        outputs, report.is_verified = self.verified_outputs(step, kind, is_verified, is_asked)
-        report.can_verify = kind.can_verify
-        if report.wrong:
-            means_only = kind.can_verify is False
-            report.wrong_means = step.loss_weighting.difference(losses.share, means_only)
-        return outputs
 
     def refuse_strange_leaves(self, stage: LossStage) -> None:
         """Refuses a loss that reads parameters of the model: other ranks may hold them."""

@@ -20,8 +20,7 @@ from fxpipe.distributed.gradient_reduction import WAITED_FOR, GradientReduction,
 from fxpipe.distributed.held_tensors import RankProgram, gradient_of
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep
-from fxpipe.distributed.replicas import GradientReport, Replicas, give_totals, put_sums
-from fxpipe.distributed.step_report import StepReport
+from fxpipe.distributed.replicas import GradientReport, Replicas, StepReport
 from fxpipe.rewriting.program import Program
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.commit import GradientList, attach_commit, gradient_rollback
@@ -76,10 +75,12 @@ class RankGradients:
         """Gives the reduction the remaining gradients of the row, and reports the gradients that it does not sum."""
         if self._reduction is None:
             return
+        reduction = self._reduction
         left = {(name, j): g for j, totals in enumerate(step.totals) for name, g in totals.sums.items()}
-        report.gradients = GradientReport.of(left, self.parameters, self._reduction.completed)
+        report.gradients = GradientReport.of(left, self.parameters, reduction.completed)
         report.loss_parameters = len(parameters_of_loss(step))
-        give_totals(step.totals, self._reduction)
+        summed = [key for key, gradient in left.items() if reduction.has(key) and not gradient.is_sparse]
+        reduction.give_rest({(name, j): step.totals[j].sums.pop(name) for name, j in summed})
 
     def finish_sum(self) -> None:
         if self._reduction is not None:
@@ -95,7 +96,9 @@ class RankGradients:
         if self._reduction is None:
             return
         of_rank = [of_replica[self._group.rank].gradients for of_replica in reports]
-        put_sums(step.totals, self._sums, [one.missing for one in of_rank])
+        for (name, j), value in self._sums.items():
+            if not all((name, j) in one.missing for one in of_rank):
+                step.totals[j].sums[name] = value
         self._replicas.note_unreducible(key for one in of_rank for key in one.sparse)
         self._sums = {}
         if self._replicas.has_unsynced:

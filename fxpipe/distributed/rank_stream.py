@@ -1,14 +1,10 @@
 """One stage of `train_stream` on one rank: a stream of mini-batches.
 
 Each rank runs its row of the schedule (`scheduling.streams`) in the thread that iterates over the losses. While
-mini-batches are in flight, ranks wait for neighbours only. Information for all ranks moves along the stages:
-
-    job      what the leader has read: which graph, how many samples, or the end; down, ahead of
-    values   what the stages send each other; down
-    report   the loss of the mini-batch, and the divisor of gradients; up, with the last of the
-    gradients
-
-So a stage has the report when its update needs it. (`runtime.stream` describes mini-batches, versions and updates.)
+mini-batches are in flight, ranks wait for neighbours only. Information for all ranks moves along the stages: down, with
+the values, the *job*, what the leader has read (which graph, how many samples, or the end); up, with the last of the
+gradients, the *report*, the loss of the mini-batch and the divisor of gradients. So a stage has the report when its
+update needs it. (`runtime.stream` describes mini-batches, versions and updates.)
 
 With replicas, the leaders exchange the part of each in a mini-batch, the ranks of the last stage compute the loss of
 all, and before U the ranks of a stage sum its gradients. Rows are equal on all replicas.
@@ -42,13 +38,12 @@ from fxpipe.distributed.replicas import (
     loss_of_replica,
     loss_of_union,
 )
-from fxpipe.distributed.step_report import LossVerdict, StepReport
-from fxpipe.errors import InternalError, LossError
+from fxpipe.errors import InternalError
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
+from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict, wrong_loss
 from fxpipe.runtime.loss_verification import LossHistory
-from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
 from fxpipe.runtime.stage_updates import OverlappedUpdates
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
@@ -159,9 +154,6 @@ class RankStreamRun(StreamRun):
         """`report`: makes the report of a mini-batch after its last backward in the last stage."""
         super().__init__(*arguments)
         self._packets, self._group, self._report = packets, group, report
-
-    def is_ready(self, action: Action) -> bool:
-        raise InternalError("the row of a rank runs in one thread, which waits")
 
     def wait(self, action: Action) -> None:
         if self.failure is not None:
@@ -299,7 +291,8 @@ class RankStream(Stream):
 
     def _loss_report(self, one: MiniBatch) -> LossReport:
         """Makes the report of a mini-batch. Raises `LossError` if its micro-batches do not add up to its loss."""
-        stage = self._loss_stage(one)
+        stage = one.step.loss
+        assert stage is not None
         losses = stage.losses
         self.engine.refuse_strange_leaves(stage)
         is_part = self._replicas.count > 1
@@ -338,30 +331,26 @@ class RankStream(Stream):
     def _sum_over_replicas(self, step: RankStreamStep, j: int) -> None:
         """Sums the gradients of a stage over replicas. Raises `LossError` if element weights differ between them."""
         replicas, own = self._replicas, {(name, j): gradient for name, gradient in step.totals[j].sums.items()}
-        report = self._report_of_stage(step, own)
-        reports: list[StepReport] = replicas.group.replicas.all_gather(report, WAITED_FOR)
-        LossVerdict.of([[one] for one in reports], 0, step.part).check()
-        total = replicas.sum_complete(own, [one.gradients for one in reports])
+        report = self._evidence_of_stage(step), GradientReport.of(own, self._summed)
+        reports: list[tuple[LossEvidence, GradientReport]] = replicas.group.replicas.all_gather(report, WAITED_FOR)
+        evidence, gradients = [[one] for one, _ in reports], [one for _, one in reports]
+        LossVerdict.of(evidence, firsts=step.part.firsts).check(None, 0)
+        total = replicas.sum_complete(own, gradients)
         step.totals[j].sums = {name: gradient for (name, _), gradient in total.items()}
-        if any(one.gradients.sparse for one in reports):
+        if any(one.sparse for one in gradients):
             self._summed = replicas.reducible(self._summed)
             self._digest = digest(self._summed)
             replicas.prepare_sum(self._summed, self._digest)
 
-    def _report_of_stage(self, step: RankStreamStep, own: Mapping[StageParameter, torch.Tensor]) -> StepReport:
-        """Returns this replica's report to the others on its gradients of a stage, before they are summed."""
+    @staticmethod
+    def _evidence_of_stage(step: RankStreamStep) -> LossEvidence:
+        """Returns the evidence of this stage, for the other replicas, before its gradients are summed."""
         report = step.report
         assert report is not None
-        shares = report.shares.tolist()
-        return StepReport(
-            shares=shares,
-            wrong=step.loss_weighting.difference(shares.__getitem__),
-            wrong_means=step.loss_weighting.difference(shares.__getitem__, means_only=True),
-            can_verify=report.is_verified,
-            is_verified=report.is_verified,
-            weights_of_elements=dict(step.loss_weighting.gradients),
-            gradients=GradientReport.of(own, self._summed),
-        )
+        shares, check = report.shares.tolist(), step.loss_weighting
+        wrong = check.difference(shares.__getitem__)
+        wrong_means = check.difference(shares.__getitem__, means_only=True)
+        return LossEvidence(wrong, wrong_means, report.is_verified, report.is_verified, shares, dict(check.gradients))
 
     def _checked_loss(self, one: MiniBatch) -> torch.Tensor:
         step = _rank_step(one)
@@ -372,5 +361,5 @@ class RankStream(Stream):
         if not self.packets.is_last and not report.is_verified:
             wrong = step.loss_weighting.difference(report.shares.__getitem__, means_only=True)
             if wrong is not None:
-                raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
+                raise wrong_loss(wrong)
         return report.loss.to(self.engine.group.device)

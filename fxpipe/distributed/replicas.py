@@ -4,9 +4,6 @@ A step processes the *union*: one mini-batch that concatenates the mini-batches 
 their numbers of samples first, so each sample has equal weight. Micro-batches are numbered over all replicas; random
 numbers depend on these numbers.
 
-    replica 0     samples 0 ... 6     micro-batches 0, 1, 2
-    replica 1     samples 7 ... 9     micro-batches 3, 4
-
 Gradients are summed over replicas. Within `no_sync()` they stay on their replica, and with n replicas `.grad` has n
 times its part, as with `DistributedDataParallel`; the next call without `no_sync()` adds it to its sum. *Late*
 gradients do not fit buckets: sparse gradients, and gradients of later graphs, which other replicas may not have run.
@@ -18,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,8 +24,8 @@ from fxpipe.distributed.connection import content_of
 from fxpipe.distributed.gradient_reduction import WAITED_FOR, GradientReduction, StageParameter
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import LossError, StateError
+from fxpipe.runtime.loss_audit import LossEvidence
 from fxpipe.runtime.losses import LARGEST_UNIT, MicroBatchLosses
-from fxpipe.runtime.stage_instance import StageTotals
 from fxpipe.utils.output_combination import OutputCombination
 
 _NEXT_MINI_BATCH = "the next mini-batches of the other replicas"
@@ -80,12 +77,12 @@ class ReplicaPart:
 
 def part_of(starts: Sequence[ReplicaStart], replica: int, combinations: Sequence[OutputCombination]) -> ReplicaPart:
     """Computes the part of a replica from all messages. Raises `StateError` if replicas make different calls."""
-    for field, what in (
+    for name, what in (
         ("is_synced", "call forward_backward within no_sync() and without"),
         ("reduction", "call forward_backward with different values of reduction"),
         ("parameters", "train different parameters (requires_grad)"),
     ):
-        values = [getattr(start, field) for start in starts]
+        values = [getattr(start, name) for start in starts]
         if len({*values}) > 1:
             other = next(k for k, value in enumerate(values) if value != values[0])
             raise StateError(f"replica 0 and replica {other} {what}: all replicas do the same")
@@ -158,6 +155,29 @@ class ReplicaLoss:
     total: torch.Tensor  # a sum for pairs, else the loss of its mini-batch
     weight: Any = None
     unit: Any = None
+
+
+@dataclass(slots=True)
+class StepReport:
+    """One rank's report to all ranks after the rows."""
+
+    has_hooks: bool = False  # True if leaves of this rank have hooks, which may fail
+    scale: float | None = None  # loss scale of its gradient scaler; None without a scaler
+    loss: ReplicaLoss | None = None  # from the rank of the last stage
+    evidence: LossEvidence = field(default_factory=LossEvidence)
+    gradients: GradientReport = field(default_factory=GradientReport)
+    loss_parameters: int = 0  # number of parameters that loss_fn uses
+
+
+def check_scales(reports: Sequence[Sequence[StepReport]]) -> None:
+    """Raises `StateError` on all ranks if their gradient scalers differ."""
+    scales = {report.scale for of_replica in reports for report in of_replica}
+    if len(scales) > 1:
+        texts = ", ".join("none" if scale is None else f"scale {scale:g}" for scale in scales)
+        raise StateError(
+            f"grad_scaler differs between ranks ({texts}): make one with the same arguments on all ranks, pass it in "
+            "all calls, and call step and update on all ranks"
+        )
 
 
 def loss_of_replica(losses: MicroBatchLosses) -> ReplicaLoss:
@@ -337,26 +357,3 @@ class Replicas:
             for key, gradient in part.items():
                 sums[key] = sums[key] + gradient if key in sums else gradient
         return {key: value.to(self.group.device) for key, value in sums.items()}
-
-
-def give_totals(totals: Sequence[StageTotals], reduction: GradientReduction) -> GradientReduction:
-    """Gives a reduction the remaining gradients of a step that it sums; returns the reduction."""
-    remaining = {
-        (name, j): of_stage.sums.pop(name)
-        for j, of_stage in enumerate(totals)
-        for name, gradient in [*of_stage.sums.items()]
-        if reduction.has((name, j)) and not gradient.is_sparse
-    }
-    reduction.give_rest(remaining)
-    return reduction
-
-
-def put_sums(
-    totals: Sequence[StageTotals],
-    sums: Mapping[StageParameter, torch.Tensor],
-    missing: Sequence[frozenset[StageParameter]],
-) -> None:
-    """Replaces gradients with their sums over replicas. `missing`: by replica, the gradients that it does not have."""
-    for (name, j), value in sums.items():
-        if not all((name, j) in keys for keys in missing):
-            totals[j].sums[name] = value

@@ -36,7 +36,7 @@ from fxpipe.rewriting.rng import seeded_python_rng
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.engine import scatter_target
 from fxpipe.runtime.losses import check_reduction, checked_loss, refuse_inputs_by_name
-from fxpipe.runtime.microbatches import scatter
+from fxpipe.runtime.step_inputs import scatter
 from fxpipe.tracing.forward_rng import DrawStream, is_draw_of_numbers
 from fxpipe.tracing.model_state import model_on, preserve_state, without_gradients
 from fxpipe.tracing.node_arguments import named_arguments

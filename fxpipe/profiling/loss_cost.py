@@ -24,7 +24,7 @@ from fxpipe.profiling.flops import NodeOperations
 from fxpipe.profiling.node_kinds import as_leaf
 from fxpipe.profiling.probe import probe_loss
 from fxpipe.runtime.losses import check_loss_function, checked_loss
-from fxpipe.runtime.microbatches import target_dims
+from fxpipe.runtime.step_inputs import target_dims
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced

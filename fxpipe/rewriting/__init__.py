@@ -4,10 +4,8 @@
     program = split_into_stages(traced, starts=(0, 12), devices=(cpu, cpu))
     print(program.stages[1].code)
 
-`reorder_nodes` orders the nodes so that few bytes cross a cut. `forbidden_cuts` returns where cuts are not allowed, and
-`choose_rematerialization` the values that a stage should recompute. `split_into_stages` builds the stages, including
-skips (`portals`), random numbers (`rng`), batch norm (`deferred_batch_norm`) and thread state (`stage_functions`). The
-runtime reads only `program`, and runs stages by `stage_callables`: plain, compiled, or with split backward.
+`reorder_nodes` orders the nodes so that few bytes cross a cut, `forbidden_cuts` returns where cuts are not allowed,
+`choose_rematerialization` the values that a stage should recompute. The runtime reads only `program`.
 """
 
 from fxpipe.rewriting.build_stages import split_into_stages

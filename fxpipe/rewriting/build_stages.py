@@ -17,15 +17,16 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
+from fxpipe._torch.autograd import refuse_other_backwards, version_of
 from fxpipe._torch.saved_tensor_hooks import with_saved_tensors
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.errors import InternalError
-from fxpipe.rewriting.aliasing import Aliases, alias_classes_written_at
+from fxpipe.errors import InternalError, StateError
+from fxpipe.rewriting.cut_points import Aliases, alias_classes_written_at
 from fxpipe.rewriting.deferred_batch_norm import DeferredBatchNorm, defer_batch_norm, defer_in_opaque_call
 from fxpipe.rewriting.portals import insert_pop, insert_stash, skips_of
 from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue, SourceLocation, Stage, clone
@@ -33,12 +34,57 @@ from fxpipe.rewriting.rematerialize import rematerializable_nodes
 from fxpipe.rewriting.reorder import random_ordinals
 from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
 from fxpipe.rewriting.stage_callables import make_stage_callable
-from fxpipe.rewriting.stage_functions import set_autocast, set_grad, with_backward_check, with_write_check
 from fxpipe.tracing.graph_text import node_expression, short_source_line
 from fxpipe.tracing.node_arguments import container_of, set_node_device
 from fxpipe.tracing.node_info import WriteOrder, info, opaque_call_of, random_draws_of, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects, running_statistics
+
+T = TypeVar("T")
+
+
+def with_write_check(function: Callable[..., T], places: Sequence[int], name: str) -> Callable[..., T]:
+    """Wraps an opaque call: it must not write to arguments that it did not write to in the trace; others use them."""
+
+    @functools.wraps(function)
+    def call(tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
+        read = [x for place in places if isinstance(x := values[place], torch.Tensor) and not x.is_inference()]
+        versions = [version_of(tensor) for tensor in read]
+        result = function(tensors, values)
+        if any(version_of(tensor) != version for tensor, version in zip(read, versions, strict=True)):
+            raise StateError(
+                f"{name}, kept whole, writes to an input of it, which it did not when it was traced; let it write to a "
+                "copy (x = x.clone())"
+            )
+        return result
+
+    return call
+
+
+def with_backward_check(function: Callable[..., T]) -> Callable[..., T]:
+    """Wraps a hook on a module, which may keep tensors of a micro-batch: a loss of them cannot run backward here."""
+
+    @functools.wraps(function)
+    def call(tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
+        refuse_other_backwards(values)
+        return function(tensors, values)
+
+    return call
+
+
+def set_grad(enabled: bool) -> None:
+    """Enters or leaves a `no_grad`, `enable_grad` or `inference_mode` block of the model."""
+    torch.set_grad_enabled(enabled)
+
+
+def set_autocast(device: str, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
+    """Sets autocast like a block of the model, without the cast cache, which belongs to the process."""
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(cache and not enabled)
+    if not enabled:
+        torch.clear_autocast_cache()
+
 
 # -- The code of a stage for people: expressions of the model, with modules and source lines in comments -------------
 

@@ -11,15 +11,119 @@ A cut is forbidden
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import fx
 
-from fxpipe.rewriting.aliasing import Aliases
+from fxpipe._torch.functions import opname
 from fxpipe.tracing.node_arguments import container_of
+from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects
+
+# Functions that return a view at every size and for all strides. `reshape`, `contiguous` and `to` may copy, and a copy
+# has the old values.
+VIEW_FUNCTIONS = frozenset(
+    "__getitem__ adjoint chunk detach diagonal dsplit expand expand_as getattr getitem hsplit imag movedim moveaxis "
+    "narrow permute real select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind "
+    "unflatten unfold unsqueeze view view_as view_as_complex view_as_real vsplit".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Aliases:
+    """Storage that a graph's placeholders and working nodes share, and how a stage recreates it from one of them.
+
+        x = conv(h)         x ◀── v ◀── w     `w` is a view of `v`, which is a view of `x`; `y` *is* `x`, changed in
+        v = x[:, :3]        ▲                 place. After a cut where `w` and `y` are alive, a stage that will write
+        w = v.t()           └──── y           to them only needs a clone of `x`: it recreates `v`, `w` and `y`. If only
+        y = x.add_(1)                         `w` is alive, a clone of `w` is enough.
+
+    The *nearest* node from which all can be made is cloned. So less is sent, and the stage that wrote last has it.
+
+    `x.detach()` shares the memory of `x`, but not its history. After something with a gradient has been written to it,
+    no clone of `x` recreates it.
+    """
+
+    members: dict[int, list[fx.Node]]  # alias class -> its nodes in order
+    source: dict[fx.Node, fx.Node]  # node -> the node that it is, or is a view of
+    place: dict[fx.Node, int]
+
+    @classmethod
+    def of(cls, effects: Effects) -> Aliases:
+        members: dict[int, list[fx.Node]] = defaultdict(list)
+        source = {}
+        for node in effects.place:
+            alias = effects.alias[node]
+            if alias is not None:
+                members[alias].append(node)
+                base = _base_of(effects, node)
+                if base is not None:
+                    source[node] = base
+        for node in _detached_with_history(effects, source):
+            del source[node]
+        return cls(dict(members), source, effects.place)
+
+    def nearest_root(self, nodes: Collection[fx.Node]) -> tuple[fx.Node, list[fx.Node]] | None:
+        """Returns the nearest node whose views give all of `nodes`, and the nodes to recreate, in order; or None."""
+        remaining, again = set(nodes), []
+        while len(remaining) > 1 or any(map(_is_container, remaining)):
+            last = max(remaining, key=self.place.__getitem__)
+            if last not in self.source:
+                return None
+            remaining.remove(last)
+            remaining.add(self.source[last])
+            again.append(last)
+        return remaining.pop(), again[::-1]
+
+
+def _base_of(effects: Effects, node: fx.Node) -> fx.Node | None:
+    """Returns the node that this one is, or is a view of, at any size."""
+    name = opname(node.target)
+    if node in effects.same:
+        return effects.same[node] if name != "contiguous" else None
+    if name not in VIEW_FUNCTIONS:
+        return None
+    return next((n for n in node.all_input_nodes if effects.alias[n] == effects.alias[node]), None)
+
+
+def _detached_with_history(effects: Effects, source: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Finds detached views to which something with a gradient is written."""
+    with_gradient = {effects.alias[node] for node, requires_grad in effects.requires_grad.items() if requires_grad}
+    detached: dict[fx.Node, fx.Node] = {}  # node -> the nearest detached view that it is, or is a view of
+    written_to = set[fx.Node]()
+    for place, node in enumerate(effects.nodes):
+        if node in source:
+            nearest = node if _is_detaching(node) else detached.get(source[node])
+            if nearest is not None:
+                detached[node] = nearest
+        written = effects.written_classes[place]
+        targets = {detached[n] for n in node.all_input_nodes if n in detached and effects.alias[n] in written}
+        has_gradient = any(
+            effects.requires_grad.get(n) or (effects.alias[n] in with_gradient and effects.alias[n] not in written)
+            for n in node.all_input_nodes
+        )
+        if targets and has_gradient and state_of(node).grad:
+            written_to |= targets
+            with_gradient |= written
+    return written_to
+
+
+def _is_detaching(node: fx.Node) -> bool:
+    name = opname(node.target)
+    return name == "detach" or (name == "getattr" and node.args[1:2] == ("data",))
+
+
+def alias_classes_written_at(effects: Effects, places: Iterable[int]) -> set[int]:
+    return set().union(*(effects.written_classes[p] for p in places))
+
+
+def _is_container(node: fx.Node) -> bool:
+    """Returns whether a node is a tuple, list or dict of tensors: only its parts can be cloned."""
+    return any(container_of(user) is not None for user in node.users)
+
 
 ForbiddenSpan = tuple[int, int, str]  # first place, last place, reason why no cut is allowed between them
 

@@ -1,8 +1,7 @@
 """Deferred batch norm: running statistics of the mini-batch, although the model sees micro-batches.
 
 Batch norm normalizes each micro-batch by its statistics. For evaluation it should track the statistics of the whole
-mini-batch, once, as without a pipeline. (Otherwise m micro-batches move the running mean m times, and the variance
-within micro-batches is too small.) So in a stage
+mini-batch, once, as without a pipeline. So in a stage
 
     y = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
 
@@ -12,9 +11,8 @@ becomes, with the same bits of `y`,
     y = F.batch_norm(x, mean, var, weight, bias, True, 1.0, eps)
 
 With a momentum of 1 the kernel writes the statistics of `x` to `mean` and `var`. Together with the number of values
-they are outputs of the stage; the runtime combines them over micro-batches when the step ends without an error
-(`fxpipe.runtime.running_statistics`). Only outputs of F count, so recomputation adds nothing. `num_batches_tracked`
-counts mini-batches. Batch norm in an opaque call is intercepted when it runs.
+they are outputs of F; the runtime combines them over micro-batches when the step ends without an error.
+`num_batches_tracked` counts mini-batches. Batch norm in an opaque call is intercepted when it runs.
 
 torchgpipe (C. Kim et al., arXiv 2004.09910, 2020) replaces each `nn.BatchNorm2d`, with a second pass over the input.
 """

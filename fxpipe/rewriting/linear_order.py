@@ -6,16 +6,10 @@
     weight       4    8    9              the work of its neighbours: a cut by costs is more likely there
     cost         4 + 88 + 990
 
-An output of the model stays alive to the end.
-
-The order with the least cost is a linear arrangement problem, which is hard. `arrange_items` is greedy. It builds the
-order from its end: of the items whose users are all placed it selects the one that leaves the fewest bytes alive before
-it. So everything runs as late as possible, next to its use, unless its inputs are larger than its result:
-
-    as the model is written          embed  encode encode encode  decode         `embed` makes a value for `decode`,
-    alive                                 e      e      e       e                which is alive during all of `encode`
-    with `embed` next to its use     encode encode encode  embed  decode
-    alive                                                       e
+An output of the model stays alive to the end. The order with the least cost is a linear arrangement problem, which is
+hard. `arrange_items` is greedy. It builds the order from its end: of the items whose users are all placed it selects
+the one that leaves the fewest bytes alive before it. So everything runs as late as possible, next to its use, unless
+its inputs are larger than its result.
 """
 
 from __future__ import annotations

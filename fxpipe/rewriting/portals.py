@@ -5,9 +5,8 @@
     x_stashed = stash(x, 'x')     return y           return y + x_popped
     return x_stashed
 
-Stages in between do not forward it, so no stage holds a value that it does not use. `skips_of` finds the skips; `stash`
-and `pop` only mark them in stage code. The runtime sends each value once to every device that uses it; its gradient
-goes back from each user to the previous user, and from the first user to the maker, as for any value.
+No stage in between holds a value that it does not use. `stash` and `pop` only mark the value in stage code: the runtime
+sends it once to every device that uses it.
 
 Portals are from torchgpipe (C. Kim et al., arXiv 2004.09910, 2020), where users mark skips; here they are found.
 """

@@ -171,9 +171,26 @@ class StageContext(threading.local):
 
     seed = 0  # seed of the step and micro-batch
     recomputes = False  # the step runs parts again, which must give the same results
+    is_recomputing = False  # the stage runs again
 
 
 stage_context = StageContext()
+
+
+def is_recomputing() -> bool:
+    """Returns whether this code runs again for a micro-batch, to recompute values for the backward.
+
+        @fxpipe.leaf
+        def count(tokens):
+            if not fxpipe.is_recomputing():
+                seen.update(tokens.tolist())    # once for each micro-batch, whatever `checkpoint` is
+            return tokens
+
+    True only in the thread that recomputes, and only in Python code that runs in every step: functions marked by
+    `fxpipe.leaf`, opaque modules, hooks on modules inside, `torch.autograd.Function`s. Recorded code runs only while
+    the graph is recorded, when the answer is False. The result must not depend on the answer.
+    """
+    return stage_context.is_recomputing
 
 
 # -- Split backward: tasks that F leaves for W -----------------------------------------------------------------------

@@ -1,14 +1,9 @@
 """Routes of values and gradients between ranks: the cuts that each crosses.
 
 Only neighbouring stages send to each other, since nothing else is safe on every backend and in every schedule. A value
-for a later stage is *relayed* in the packets of the stages in between, cut by cut:
-
-    stage     0          1          2          3
-    rank      0          1          2          3
-    value     v ───────▶ · ───────▶ · ───────▶ v        cuts 0, 1 and 2, in the packet of each
-
-A rank keeps received values for all of its stages. So a value starts from the latest stage whose rank has it. A
-gradient waits on each rank for the rank's earliest stage, whose packet takes it, until it is on its target rank.
+for a later stage is *relayed* in the packets of the stages in between. A rank keeps received values for all of its
+stages. So a value starts from the latest stage whose rank has it. A gradient waits on each rank for the rank's earliest
+stage, whose packet takes it, until it is on its target rank.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Cheap values that stages recompute instead of receiving them: masks, position ids, tables of angles.
 
-`rematerializable_nodes` finds the nodes that other stages may recompute, as *copies*. `choose_rematerialization`
-selects those that are faster to recompute than to receive; `split_into_stages` inserts them.
-
     stage 0     ids ─▶ mask ─▶ bias ──────────────▶ attention        receives nothing; sends only `hidden`
     stage 1     ids ─▶ mask ─▶ bias (copies) ─────▶ attention        `ids` is an input of the model, sent to all stages
 
-A copy must have the same value in every stage: it has no gradient, no randomness and no side effects, touches no memory
-that is written to, and depends only on model inputs, on constant buffers, on plain numbers (sizes of any tensor, which
-cost nothing), and on other such nodes. It does not depend on parameters, since a stage would need their memory.
+A *copy* must have the same value in every stage: it has no gradient, no randomness and no side effects, touches no
+memory that is written to, and depends only on model inputs, on constant buffers, on plain numbers (sizes of any tensor,
+which cost nothing), and on other such nodes; not on parameters, since a stage would need their memory.
 
 A stage computes a value if this, with all that it lacks for it, takes less time than to receive it. Values are chosen
 in the order of the graph, so that later ones find the earlier ones at hand.

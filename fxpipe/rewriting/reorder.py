@@ -18,7 +18,7 @@ import sympy
 from torch import fx
 
 from fxpipe._torch.functions import opname
-from fxpipe.rewriting.aliasing import VIEW_FUNCTIONS
+from fxpipe.rewriting.cut_points import VIEW_FUNCTIONS
 from fxpipe.rewriting.linear_order import Items, ItemValue, arrange_items
 from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import bytes_formula, info, random_draws_of, update_info

@@ -5,15 +5,12 @@ state. They are bit for bit those that torch's generator gives after `manual_see
 belongs to the process, where other stages run at the same time. So, in order of preference:
 
 1. A function that takes `generator=` gets a generator of the thread.
-2. On a CPU, dropout, attention and RNNs are reimplemented with such a generator; RNNs also on a GPU, where torch's seed
-   does not affect their dropout (`rng_kernels`).
-3. Torch's other functions draw from torch's generator, which has the state of the thread's generator during the call:
-   most kernels of a GPU, and on a CPU alpha dropout, fractional pooling, attention in half precision or under autocast.
+2. On a CPU, dropout, attention and RNNs are reimplemented with such a generator; RNNs also on a GPU (`rng_kernels`).
+3. Torch's other functions draw from torch's generator, which has the state of the thread's generator during the call.
 4. So do functions outside torch: custom operators, and opaque Python, which may read or seed the generator.
    Checkpoints in it (`torch.utils.checkpoint`) become plain calls.
 
-In 1 and 2 no stage waits for another. In 3 and 4 a stage waits while another uses the same generator: on a GPU, whose
-generator has a separate lock, only while kernels are queued. Opaque Python also locks the generator of the CPU.
+In 3 and 4 a stage waits while another uses the same generator: on a GPU only while kernels are queued.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 The backward is split if a schedule has W (`split_backward`). For the compiler, random nodes are replaced
 (`rng_compiled`). To autograd a compiled stage is one node, so B computes all of its gradients and W none.
 
-A stage compiles at its first F, in its worker, since the compiler fixes the number of threads of an operation. Stages
-compile one at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph,
-the second time for any size; stages that take inputs perhaps a third time, for tensors with a storage offset. Dynamic
-sizes of the graph are dynamic for the compiler from the start.
+A stage compiles at its first F, in its worker, since the compiler fixes the number of threads of an operation; one
+stage at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph, the
+second time for any size. Dynamic sizes of the graph are dynamic for the compiler from the start.
 """
 
 from __future__ import annotations

@@ -7,12 +7,10 @@ gradient edge of its output, and a function from the gradient at this edge to th
     B    asks autograd for the gradients of received values, of all other parameters, and at the edges
     W    gradient.t() @ x
 
-Nothing is computed twice. Only x, which autograd would also keep, and the gradient at the edge are kept. W runs the
-kernels of autograd's formulas on operands of the same strides, so the gradients have the same bits. If x requires no
-gradient, the node is unchanged, and W runs its autograd backward.
-
-Forward is the same, with one exception to handle: `matmul` copies a first operand with gaps if its second operand
-requires grad, which a detached weight does not.
+Only x, which autograd would also keep, and the gradient at the edge are kept. W runs the kernels of autograd's formulas
+on operands of the same strides, so the gradients have the same bits. If x requires no gradient, the node is unchanged,
+and W runs its autograd backward. (`matmul` copies a first operand with gaps if its second operand requires grad, which
+a detached weight does not: the copy is made here.)
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """The runtime: runs a program of stages on devices, a step at a time.
 
-It depends on the compiler by `fxpipe.rewriting.program` only: stages are callables, values have names, and it never
-reads a graph.
-
-From the bottom: `wiring` (dependencies of actions), `bound_program` (a program on devices), `transport` (copies between
-devices), `exchange` (values and gradients between stages), `stage_instance` (a stage in a step), `loss_stage`,
-`caller_context` (thread-local state of the caller and of workers), `action_performer` (device, context and timing of an
-action), `step` (the actions), `stage_updates` (U after a step), `executors` (run the rows), `engine` (complete steps),
-`stream` (mini-batches without a flush). `microbatches`, `losses` and `commit` are the two ends; `running_statistics`
-finishes deferred batch norm. `step_record` has the notes of a step.
+It depends on the compiler by `fxpipe.rewriting.program` only: stages are callables, values have names. From the bottom:
+`wiring` (dependencies of actions), `bound_program`, `transport` (copies between devices), `exchange` (values and
+gradients between stages), `stage_instance` (a stage in a step), `loss_stage`, `caller_context` (thread-local state),
+`action_performer`, `step` (the actions), `stage_updates` (U after a step), `executors`, `engine` (complete steps),
+`stream`. `step_inputs`, `losses`, `loss_audit` and `commit` are the two ends; `step_record` has the notes of a step.
 """
 
 from fxpipe.runtime.bound_program import BoundProgram

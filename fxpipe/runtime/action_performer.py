@@ -1,6 +1,6 @@
 """Performs actions: each on its stage's device and streams, in the caller's context, timed, with a note if it fails.
 
-An executor calls `perform(action)` within `in_row()`, once `is_ready(action)`. Subclasses implement the actions: a
+An executor calls `wait(action)` and `perform(action)` within `in_row()`. Subclasses implement the actions: a
 mini-batch (`step`), and the update of the weights after one (`stage_updates`). In a profiler each action is a range,
 `fxpipe F stage 1 micro-batch 3`.
 """
@@ -77,9 +77,6 @@ class ActionPerformer(ABC):
     @abstractmethod
     def in_row(self) -> AbstractContextManager[None]:
         """A block in which a thread performs a row or a part of one."""
-
-    @abstractmethod
-    def is_ready(self, action: Action) -> bool: ...
 
     @abstractmethod
     def wait(self, action: Action) -> None:

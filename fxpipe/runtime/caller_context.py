@@ -12,9 +12,6 @@
 This is as in plain torch, except autocast in the backward of `forward_backward`, which torch advises against. Modes
 (`__torch_dispatch__`, `__torch_function__`) do not support several threads: if the caller has any, one action runs at a
 time. While the caller's thread plans, scatters and gathers, its modes and hooks are off.
-
-Process-wide state (default dtype, deterministic algorithms, anomaly mode, global hooks) needs no handling. Context
-variables are in `executors`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ On GPUs it has nodes around it, since autograd runs each node of a GPU in a thre
     outputs ◀── Caught ◀── Commit ◀── Handed of cuda:0 ◀── parameters and inputs there
     (cuda:1)    (cuda:1)    (CPU)  ◀── Handed of cuda:1 ◀── parameters and inputs there
 
-So Commit waits in the thread that calls backward, which has the caller's Ctrl-C and context variables, and each
-gradient is returned by a node of its own device. A single node would have the stream of the outputs, and other GPUs
-would wait for it (torch warns that AccumulateGrad has another stream).
+So Commit waits in the thread that calls backward, and each gradient is returned by a node of its own device.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fxpipe._torch.autograd import call_after_backward, has_gradient_hooks
+from fxpipe._torch.autograd import has_gradient_hooks
 from fxpipe.errors import StateError
 
 GradientList = list[torch.Tensor | None]
@@ -172,23 +170,9 @@ def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> to
 #
 # Autograd passes the gradients of a step to one leaf after another: through the hooks of the leaf (`register_hook`),
 # into `.grad`, and to `register_post_accumulate_grad_hook`. If a hook raises, earlier leaves have their gradients and
-# later ones do not. So if a leaf has hooks, the gradients from before the step are copied first. Side effects
-# of hooks cannot be undone, and hooks on autograd nodes are not visible.
-
-
-class _GradientSnapshot:
-    """The gradients of some leaves at one time."""
-
-    def __init__(self, leaves: Sequence[torch.Tensor]):
-        with torch.no_grad():
-            self._all = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for leaf, gradient, value in self._all:
-            if gradient is not None and value is not None:
-                gradient.copy_(value)  # other code may hold the tensor, or a larger one that it is a part of
-            leaf.grad = gradient
+# later ones do not. So if a leaf has hooks, the gradients from before the step are copied first. Side effects of hooks
+# cannot be undone, and hooks on autograd nodes are not visible. The drop-in's backward, which the caller runs, keeps
+# gradients as plain torch does.
 
 
 @contextmanager
@@ -201,35 +185,16 @@ def gradient_rollback(leaves: Sequence[torch.Tensor], is_certain: bool = False) 
     if not (is_certain or any(map(has_gradient_hooks, leaves))):
         yield
         return
-    before = _GradientSnapshot(leaves)
+    with torch.no_grad():
+        before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
     try:
         # With autograd's threads for GPUs, one could still pass gradients after a hook in another has raised.
         with torch.autograd.set_multithreading_enabled(False):
             yield
     except BaseException:
-        before.put_back()
+        with torch.no_grad():
+            for leaf, gradient, value in before:
+                if gradient is not None and value is not None:
+                    gradient.copy_(value)  # other code may hold the tensor, or a larger one that it is a part of
+                leaf.grad = gradient
         raise
-
-
-def roll_back_with_caller(leaves: Sequence[torch.Tensor]) -> None:
-    """Restores gradients if a backward that other code has called fails from here on.
-
-    Only if all leaves are on the CPU, and so in the calling thread: a thread for a GPU might restore gradients
-    after the exception has arrived.
-    """
-    if any(map(has_gradient_hooks, leaves)) and all(leaf.device.type == "cpu" for leaf in leaves):
-        call_after_backward(_RollbackCallback(_GradientSnapshot(leaves)))
-
-
-class _RollbackCallback:
-    """A callback that autograd calls when a backward succeeds, and drops without a call when it fails."""
-
-    def __init__(self, before: _GradientSnapshot):
-        self._before: _GradientSnapshot | None = before
-
-    def __call__(self) -> None:
-        self._before = None
-
-    def __del__(self) -> None:
-        if self._before is not None:
-            self._before.put_back()

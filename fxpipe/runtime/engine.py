@@ -22,26 +22,20 @@ from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below
-from fxpipe.errors import ArgumentError, LossError, StateError, UnequalOutputsError
+from fxpipe.errors import ArgumentError, LossError, StateError
 from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
-from fxpipe.runtime.commit import (
-    GradientList,
-    add_gradient,
-    attach_commit,
-    gradient_rollback,
-    roll_back_with_caller,
-)
+from fxpipe.runtime.commit import GradientList, add_gradient, attach_commit, gradient_rollback
 from fxpipe.runtime.exchange import BoundaryValue
 from fxpipe.runtime.executors import Executor, close_all_executors
+from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_verification import LossHistories, LossHistory
-from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, LossCall, MicroBatchLosses
-from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
+from fxpipe.runtime.losses import MODEL_LOSS_REMEDIES, LossCall, MicroBatchLosses
 from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_before_updates, update_rows
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
+from fxpipe.runtime.step_inputs import GivenInputs, StepInputs, gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.step_record import DeviceRecord, StepNotes, StepRecord, step_record_of
 from fxpipe.runtime.transport import Transport, leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, with_updates
@@ -267,8 +261,6 @@ class Engine:
                 if wrong := step.loss_weighting.difference(lambda i: step.weights[i], means_only=True):
                     raise LossError(f"{wrong} {MODEL_LOSS_REMEDIES}")
                 kind.count_pass()
-                tensors = (*self._trained_parameters(step).values(), *(one.tensor for one in step.trained))
-                roll_back_with_caller([tensor for tensor in tensors if tensor.is_leaf])
 
             parts_of_graph = [outputs[place] for place, *_ in differentiable]
             attached = self._commit(step, backward, parts_of_graph, running=self.running)
@@ -351,20 +343,19 @@ class Engine:
             self._run_with_updates(step, schedule, None if is_verified else updates)
             return step
 
-        is_verified = history is not None and history.is_due and m > 1
-        step = run(is_verified)
+        step = run(is_verified := history is not None and history.is_due and m > 1)
         assert step.loss is not None
-        if history is None:
-            loss, outputs = step.loss.losses.total(), None
-        else:
-            wrong = step.loss_weighting.difference(step.loss.losses.share)
-            if wrong and updates is not None and updates.begun:
-                raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
-            if wrong and history.can_verify and not is_verified:  # nothing has changed yet: run again and verify
-                is_verified = True
-                step = run(is_verified, step.seed)
-            loss, outputs, _ = self.judged_loss(step, history, wrong, is_verified, call.return_outputs)
-            if is_verified:
+        loss, outputs = step.loss.losses.total(), None
+        if history is not None:
+            evidence, outputs = LossEvidence.of(step, history, is_verified, call.return_outputs)
+            is_repeatable = updates is None or not updates.begun
+            if is_repeatable and LossVerdict.of([[evidence]]).is_unsure:  # run again and verify
+                step = run(True, step.seed)
+                assert step.loss is not None
+                loss = step.loss.losses.total()
+                evidence, outputs = LossEvidence.of(step, history, True, call.return_outputs)
+            LossVerdict.of([[evidence]]).check(history, m)
+            if evidence.is_verified:
                 self._note_step(step, schedule)
         stage, output = step.loss, None
         assert stage is not None
@@ -394,51 +385,6 @@ class Engine:
     def history_of(self, given_inputs: GivenInputs, call: LossCall) -> LossHistory:
         sizes = given_inputs.batch, len(given_inputs.samples)
         return self.loss_histories.of(call.function, call.reduction, given_inputs.targets, given_inputs.bound, sizes)
-
-    @classmethod
-    def judged_loss(
-        cls, step: Step, history: LossHistory, wrong: str | None, is_verified: bool, is_asked: bool = False
-    ) -> tuple[torch.Tensor, list[Any], bool]:
-        """Returns the loss of a mini-batch, its outputs, if they were kept, and whether they verified the loss.
-
-        Args:
-            wrong: how the weights of elements differ between micro-batches.
-            is_verified: compare with the loss of all outputs.
-            is_asked: the caller needs the outputs.
-
-        Raises:
-            LossError: the losses of micro-batches do not add up to the loss.
-        """
-        stage = step.loss
-        assert stage is not None
-        loss = stage.losses.total()
-        outputs, is_verified = cls.verified_outputs(step, history, is_verified, is_asked)
-        if wrong and not (is_verified and history.can_verify):
-            wrong = step.loss_weighting.difference(stage.losses.share, means_only=history.can_verify is False)
-            if wrong:
-                raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
-        if step.micro_batches > 1:
-            history.count_pass(is_mistaken=wrong is not None)
-        return loss, outputs, is_verified and bool(history.can_verify)
-
-    @staticmethod
-    def verified_outputs(step: Step, history: LossHistory, is_verified: bool, is_asked: bool) -> tuple[list[Any], bool]:
-        """Returns the outputs of the mini-batch, if they were kept, and whether the loss was compared with theirs."""
-        stage = step.loss
-        assert stage is not None
-        if not stage.keep_outputs:
-            return [], False
-        try:
-            outputs = stage.gather_outputs()
-        except UnequalOutputsError:
-            if is_asked:
-                raise
-            return [], False
-        if is_verified:
-            start = time.perf_counter()
-            history.can_verify = stage.verify(outputs)
-            step.log.verifications.append(time.perf_counter() - start)
-        return outputs, is_verified
 
     def add_gradients(self, step: Step, updates: OverlappedUpdates | None = None) -> None:
         """Adds the gradients of a successful step to the gradients of the model's parameters."""

@@ -1,6 +1,4 @@
-"""Executors of the rows of a step: worker threads, or the caller's thread.
-
-For each action in a row they wait until it is ready and perform it. Guarantees:
+"""Executors of the rows of a step: worker threads, or the caller's thread. They guarantee:
 
 - Every row ends: an exception in one opens all fences, and the other rows stop before their next action.
 - `run` returns when all rows have ended; then it raises the exception, if any. An interrupt of the caller (Ctrl-C)

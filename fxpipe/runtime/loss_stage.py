@@ -20,7 +20,7 @@ from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_verification import GatheredOutput, verify_loss
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import MicroBatchLosses, hold_generators, restore_generators
-from fxpipe.runtime.microbatches import combine, gather
+from fxpipe.runtime.step_inputs import combine, gather
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.output_combination import OutputCombination
 from fxpipe.utils.pytree import map_tensor_leaves

@@ -39,12 +39,7 @@ class GatheredOutput:
 def verify_loss(
     losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tree: Callable[[list[Any]], Any]
 ) -> bool | None:
-    """Compares the losses of micro-batches with the loss of all outputs.
-
-    Args:
-        losses: of all micro-batches.
-        outputs: the gathered outputs of the model.
-        tree: builds the model's output from their values.
+    """Compares the losses of micro-batches with the loss of all gathered `outputs`. `tree` builds the model's output.
 
     Returns:
         True if there was something to compare; None if random numbers make a difference.

@@ -1,9 +1,9 @@
 """The weight of each element in the loss: a check of means that takes a few microseconds and runs in every step.
 
-Most losses end in a sum or a mean over elements: samples, tokens, pixels. An element must have the same weight in each
-micro-batch. If micro-batches have different numbers of elements, such as tokens without padding, a mean over them gives
-too much weight to a short micro-batch. The gradient is wrong, and no value shows it if the model itself computes the
-loss, or if padding occurs after the verified step.
+An element (a sample, a token, a pixel) must have the same weight in each micro-batch. If micro-batches have different
+numbers of elements, such as tokens without padding, a mean over them gives too much weight to a short micro-batch. The
+gradient is wrong, and no value shows it if the model itself computes the loss, or if padding occurs after the verified
+step.
 
 Autograd's graph of the loss shows it: the gradient that arrives at a mean over n elements is n times the weight of each
 element. Only the head of the graph is read, from the loss through 0-dim values to the first sums and means. A loss

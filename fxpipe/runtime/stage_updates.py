@@ -190,9 +190,6 @@ class UpdateStep(ActionPerformer):
     def in_row(self) -> AbstractContextManager[None]:
         return thread_defaults(self._state)
 
-    def is_ready(self, action: Action) -> bool:
-        return True
-
     def wait(self, action: Action) -> None: ...
 
     def pass_on(self, action: Action) -> None: ...

@@ -30,7 +30,6 @@ from fxpipe.runtime.exchange import BoundaryValue, Exchange
 from fxpipe.runtime.loss_stage import LossStage, MiniBatchLossStage
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import MicroBatchLosses
-from fxpipe.runtime.recomputing import RecomputeBlock
 from fxpipe.runtime.stage_instance import BackwardHandle, StageInstance, StageResult, StageTotals
 from fxpipe.runtime.step_inputs import StepInputs, check_programs_fit
 from fxpipe.runtime.step_record import mark_time
@@ -185,9 +184,6 @@ class Step(ActionPerformer):
         stage_context.recomputes = bool(self.recomputed)
         return thread_defaults(self.state)
 
-    def is_ready(self, action: Action) -> bool:
-        return self.failure is not None or self.fences.are_open(action)
-
     def wait(self, action: Action) -> None:
         self.fences.wait(action)
         if self.has_losses_in_order and self.caller_context.takes_turns:  # a thread that holds the turn must not wait
@@ -244,8 +240,11 @@ class Step(ActionPerformer):
     def recompute(self, j: int, i: int) -> None:
         inputs = self.saved.pop((j, i))
         self._stages[i][j].check_unchanged(inputs.received, inputs.versions)
-        with RecomputeBlock():
+        stage_context.is_recomputing = True
+        try:
             self.pending[j, i] = self._run(j, i, inputs.received, inputs.buffers).pending
+        finally:
+            stage_context.is_recomputing = False
 
     def _run(
         self, j: int, i: int, received: list[BoundaryValue], buffers: dict[str, torch.Tensor], is_kept: bool = True

@@ -1,8 +1,7 @@
 """A stream of mini-batches through the stages, without a flush: the runtime of `train_stream`.
 
-Each mini-batch is a `Step`, with its inputs, exchange, loss and gradient sums. But a stage opens for it with its first
-forward there, on the *version* of the weights that the order of the stream (`scheduling.streams`) assigns, and closes
-with its update U, an action of the rows. So a worker waits for its neighbours only.
+Each mini-batch is a `Step`. But a stage opens for it with its first forward there, on the *version* of the weights that
+the order of the stream (`scheduling.streams`) assigns, and closes with its update U, an action of the rows.
 
 *Versions.* The newest version of a weight is in the model's parameter, which an optimizer updates in place. If a
 mini-batch in flight still needs the version there, the parameter first gets a copy; the older version stays in the
@@ -10,13 +9,10 @@ views that forward ran on, and is freed with the last of them. Views are of `.da
 counter: `detach()` would share the parameter's, and autograd would refuse the backward. The counter after an update
 shows if other code has written to a parameter. Gradients are hidden between updates.
 
-*Buffers* are written into the model when a stage has run all forwards of a mini-batch, so the next mini-batch reads
-them.
+*Buffers* are written into the model when a stage has run all forwards of a mini-batch.
 
-*Replicas* of a stage have a row each. Each opens the stage with the first of its micro-batches, on a copy of the
-version if it is on another device. Turns start with the replica of the first micro-batch. A round of mini-batches makes
-one update with the mean of the gradients, on the device of the parameters. If forward changes buffers, the forward of
-each micro-batch waits for the one before.
+*Replicas* of a stage have a row each, and open the stage on a copy of the version. A round of mini-batches makes one
+update with the mean of the gradients, on the device of the parameters.
 
 Actions follow the order of the rows, and between replicas `StreamSchedule.awaited`, so the result does not depend on
 the speed of workers.
@@ -46,6 +42,7 @@ from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext, thread_defaults
 from fxpipe.runtime.engine import Engine, losses_of
 from fxpipe.runtime.exchange import TransferNote
+from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict
 from fxpipe.runtime.loss_stage import NOT_AFFINE
 from fxpipe.runtime.loss_verification import LossHistory
 from fxpipe.runtime.losses import LossCall
@@ -282,13 +279,6 @@ class StreamRun(ActionPerformer):
     def in_row(self) -> AbstractContextManager[None]:
         stage_context.recomputes = self._recomputes
         return thread_defaults(self.state)
-
-    def is_ready(self, action: Action) -> bool:
-        one, own = self._at(action)
-        if self.failure is not None:
-            return True
-        others = (*self.order.awaited(action, self.in_order), *self._before_loss(action))
-        return one.step.is_ready(own) and all(step.fences.has_passed(other) for step, other in self._in_steps(others))
 
     def wait(self, action: Action) -> None:
         one, own = self._at(action)
@@ -545,14 +535,12 @@ class Stream:
         self._record(t, one)
         return loss
 
-    @staticmethod
-    def _loss_stage(one: MiniBatch) -> Any:
-        assert one.step.loss is not None
-        return one.step.loss
-
     def _checked_loss(self, one: MiniBatch) -> torch.Tensor:
-        wrong = one.step.loss_weighting.difference(self._loss_stage(one).losses.share)
-        loss, _, one.is_verified = self.engine.judged_loss(one.step, one.history, wrong, one.is_verified)
+        assert one.step.loss is not None
+        loss = one.step.loss.losses.total()
+        evidence, _ = LossEvidence.of(one.step, one.history, one.is_verified, is_asked=False)
+        LossVerdict.of([[evidence]]).check(one.history, one.micro_batches)
+        one.is_verified = evidence.is_proved
         return loss
 
     # -- ends ----------------------------------------------------------------------------------------------------------

@@ -13,16 +13,12 @@ A GPU runs the work of each stream in order. Fences order the workers that queue
 4. The user's compute stream waits for that event; the host does not, unless the stage is on the CPU.
 
 *Compute streams.* Each device has one: the stream that was current there when the caller began the step. So a step runs
-after all work that the caller has queued and before later work, without an event. Stages on one GPU share the stream.
+after all work that the caller has queued and before later work, without an event.
 
-*Memory.* The allocator frees memory with the last reference, for the stream of its allocation, although other
-streams may still use it. Two remedies:
-
-- A sent tensor was allocated on the compute stream and is read by the copy. We hold a reference until the copy's event
-  has passed, or the compute stream waits for it. This is exact; `record_stream`, which torchgpipe uses, makes the
-  allocator wait for all work on the copy stream until the reference is dropped.
-- An arrived tensor was allocated on the copy stream and is used by computations. Only autograd knows the last one,
-  so here `record_stream` is right.
+*Memory.* The allocator frees memory with the last reference, for the stream of its allocation, although other streams
+may still use it. A sent tensor is read by the copy: we hold a reference until the copy's event has passed, or the
+compute stream waits for it. (`record_stream`, as in torchgpipe, makes the allocator wait for all work on the copy
+stream.) An arrived tensor was allocated on the copy stream, and only autograd knows its last user: `record_stream`.
 
 Copies between CPU and GPU use pinned memory, since others block the host. Pinned memory of the caller is read in
 place, and `settle` waits for the end of the copies, after which the caller may write to it again.

@@ -134,10 +134,6 @@ class Fences:
         kind, stage, i = action
         return ((kind, stage, i - 1),) if i and kind is ActionKind.FORWARD and stage == self._loss_stage else ()
 
-    def are_open(self, action: Action) -> bool:
-        """Returns whether the action may start without waiting."""
-        return all(map(self.has_passed, (*self._keys_before(action), *self._keys_before_loss(action))))
-
     def wait(self, action: Action) -> None:
         for key in self._keys_before(action):
             self.wait_behind(key)
@@ -146,10 +142,6 @@ class Fences:
         """Returns when the loss of an F may be computed: after F of the previous micro-batch, with its loss."""
         for key in self._keys_before_loss(action):
             self.wait_behind(key)
-
-    def has_passed(self, key: _ActionKey) -> bool:
-        """Returns whether this action has ended, or all fences are open."""
-        return self._all_open or key in self._passed
 
     def wait_behind(self, key: _ActionKey) -> None:
         if key not in self._passed:

@@ -55,17 +55,10 @@ def make_schedule(
         ArgumentTypeError: a number that is not an integer.
         ScheduleError: a custom schedule cannot run.
 
-    >>> print(make_schedule("1f1b", stages=2, micro_batches=3))
-    1f1b: 2 stages, 3 micro-batches
-    device 0: 0F0 0F1 0B0 0F2 0B1 0B2
-    device 1: 1F0 1B0 1F1 1B1 1F2 1B2
     >>> print(make_schedule("inference", stages=4, micro_batches=3, placement=(0, 1, 0, 1)))
     inference: 4 stages, 3 micro-batches
     device 0: 0F0 0F1 2F0 2F1 0F2 2F2
     device 1: 1F0 1F1 3F0 3F1 1F2 3F2
-    >>> print(make_schedule("0F0 0F1 0B1 0B0", stages=1, micro_batches=1))
-    custom: 1 stages, 1 micro-batches
-    device 0: 0F0 0B0
     """
     known_schedule = as_schedule_like(schedule)
     n, m = parse_count("stages", stages), parse_count("micro_batches", micro_batches)

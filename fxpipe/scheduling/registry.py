@@ -21,27 +21,22 @@ device.
 | `pipedream_2bw`           | the same, two versions    | 1                   | p             | 0, as a stream    |
 | `inference`               | none                      | 1, or any placement | 0             | p - 1, of F alone |
 
-V means placement (0, 1, 1, 0): the loss is on the first device. Round down for `v_half` and `v_min`, which keep full
-micro-batches; their bubble is a little less for some p. If p does not divide m, interleaved schedules have larger
-groups of micro-batches, and keep more.
-
-The figures need enough micro-batches to fill the pipeline; with fewer, less is kept and devices idle more. *Kept*
-counts micro-batches that only W still needs as full ones. Chimera and DualPipe are bidirectional: each stage would be
-on two devices, so they are not supported.
+V means placement (0, 1, 1, 0): the loss is on the first device. Round down for `v_half` and `v_min`, whose bubble is a
+little less for some p. If p does not divide m, interleaved schedules have larger groups of micro-batches, and keep
+more. The figures need enough micro-batches to fill the pipeline. *Kept* counts micro-batches that only W still needs as
+full ones. Chimera and DualPipe need each stage on two devices, so they are not supported.
 
 With v stages on each device, round-robin, a schedule for one stage per device keeps more: `1f1b` up to (v + 1) p / 2,
-`zero_bubble` up to v p, `zero_bubble_2p` up to 2 v p - 1. The bubbles then follow no formula. (Neighbours on one device
-count as one stage.)
+`zero_bubble` up to v p, `zero_bubble_2p` up to 2 v p - 1. (Neighbours on one device count as one stage.)
 
 In seconds the bubble is (p - 1) (F + B - W) in `zero_bubble` and (p - 1) max(F, F + B - 2 W) in `zero_bubble_2p`, if W
-is no longer than F and B. So the memory of `zero_bubble_2p` pays off if W is shorter than B (attention, activation
-functions). At (p - 1) F only the time until the last device starts is left.
+is no longer than F and B. So the memory of `zero_bubble_2p` pays off if W is shorter than B (attention).
 
 `pipedream` and `pipedream_2bw` have no bubble, but stale weights: `train_stream` runs them, in the order of `streams`.
 A single step (`forward_backward`) runs as `1f1b`, and so do the rows here.
 
-If in doubt, use `1f1b`, the simplest that keeps few activations. With few micro-batches per device, use `zero_bubble`,
-or `zbv` if twice as many transfers do not matter. If memory is short, use `v_half` or `v_min`.
+If in doubt, use `1f1b`. With few micro-batches per device, use `zero_bubble`, or `zbv` if twice as many transfers do
+not matter. If memory is short, use `v_half` or `v_min`.
 """
 
 from __future__ import annotations

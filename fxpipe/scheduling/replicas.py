@@ -11,19 +11,17 @@ the next stage keeps up with it on three devices:
 The row of a replica has the actions of its micro-batches, in the order of its device's row. It waits for some of
 the actions that the device would wait for, so a schedule that runs does not deadlock with replicas.
 
-1F1B is built differently. A stage that keeps few micro-batches on one device keeps too few on several: in a row of 3-1
-above, the second F would follow the first B, for which the replica waits. A stage has as many in flight as the next
-stage, plus one for each of its R_j replicas: W_j = R_j + W_j+1, rounded up to a multiple of R_j; W of the last stage is
-R. So a replica runs W_j / R_j forwards ahead. With one replica each this is plain 1F1B; for two stages it is
-the paper's NOAM = ceil(workers / replicas of the input stage), which is too small for some others (1-3-1).
+1F1B is built differently, so that a stage on several devices keeps enough micro-batches. A stage has as many in flight
+as the next stage, plus one for each of its R_j replicas: W_j = R_j + W_j+1, rounded up to a multiple of R_j. So a
+replica runs W_j / R_j forwards ahead. With one replica each this is plain 1F1B; for two stages it is the paper's
+NOAM = ceil(workers / replicas of the input stage), which is too small for some others (1-3-1).
 
-Rows do not deadlock. F of micro-batch i follows B of i - W_j, and B of i follows F of i + W_j - R_j. Walk along the
-dependencies, up and down the stages: at a turn at stage a the number falls by W_a, at the next turn, at b >= a, it
-grows by W_b - R_b < W_b <= W_a. So it falls each time, and the walk is no cycle.
+Rows do not deadlock: F of micro-batch i follows B of i - W_j, and B of i follows F of i + W_j - R_j. Along the
+dependencies the number falls by W_a at a turn at stage a, and grows by W_b - R_b < W_a at the next turn, at b >= a. So
+it falls each time, and no walk is a cycle.
 
-Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019, section 3.2. Here
-the replicas of a stage share a mini-batch, whose gradients are summed before the optimizer's step. Mini-batches of
-a stream are in `fxpipe.scheduling.streams`.
+Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2. Here the replicas of a stage share a mini-batch, whose
+gradients are summed before the optimizer's step. Mini-batches of a stream are in `fxpipe.scheduling.streams`.
 """
 
 from __future__ import annotations

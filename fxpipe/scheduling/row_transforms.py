@@ -3,17 +3,8 @@
 Schedules are made as if each stage had a separate device. If a device has several stages, they take turns
 (`merge_stage_rows`). The devices are simulated with actions of equal length: each device selects, from the next actions
 of its stages, one whose dependencies have ended. B goes before F, W comes last, since nothing waits for it, and a later
-stage goes before an earlier one, so that micro-batches leave early. Three forwards through four stages on two devices,
-stages 0 and 2 on the first:
-
-    stages                      devices, taking turns
-    0F0 0F1 0F2                 0F0 0F1 2F0 2F1 0F2     2F2
-        1F0 1F1 1F2                 1F0 1F1 3F0 3F1 1F2     3F2
-            2F0 2F1 2F2
-                3F0 3F1 3F2
-
-Each action starts after its dependencies have ended, in one run of all devices. The rows keep this order, so they
-cannot deadlock.
+stage goes before an earlier one, so that micro-batches leave early. Each action starts after its dependencies have
+ended, in one run of all devices. The rows keep this order, so they cannot deadlock.
 """
 
 from __future__ import annotations

@@ -12,17 +12,14 @@ backward needs the weights of its forward. The *version* of a stage's weights is
 
 - weight stashing: the newest version when the mini-batch arrives at the stage; stages use different versions;
 - vertical sync: at all stages the version that was the newest at the first stage;
-- double buffering (2BW): at all stages the version one mini-batch back, w(t+1) = w(t) - lr * gradient(w(t-1)).
-
-With 2BW a mini-batch is split into micro-batches, whose gradients are accumulated, and two versions are enough: for the
-mini-batch in flight, and for the next. (With no fewer micro-batches than stages, no stage waits for a version.) With
-one stage all policies are plain training.
+- double buffering (2BW): at all stages the version one mini-batch back, w(t+1) = w(t) - lr * gradient(w(t-1)). A
+  mini-batch is split into micro-batches, whose gradients are accumulated, and two versions are enough.
 
 Micro-batches are numbered through the stream. Rows grow as mini-batches are admitted, in an order that does not depend
 on when. `drain` completes all mini-batches; those admitted later start with the newest version.
 
-*Replicas.* A stage can be on several devices (1F1B-RR): micro-batch i goes to replica i modulo their number, forward
-and backward. A mini-batch of PipeDream is one micro-batch, so mini-batches take turns, too. Three replicas, then one:
+*Replicas.* A stage can be on several devices (1F1B-RR): micro-batch i goes to replica i modulo their number. A
+mini-batch of PipeDream is one micro-batch, so mini-batches take turns, too. Three replicas, then one:
 
     device 0    0F0 0F3 0B0 0F6 0B3 0F9 0B6 ...
     device 0'   0F1 0F4 0B1 0F7 0B4 0F10 0B7 ...
@@ -31,15 +28,9 @@ and backward. A mini-batch of PipeDream is one micro-batch, so mini-batches take
 
 A *round* of a stage is a sequence of mini-batches in which each of its R replicas has one. After the last backward of a
 round, all replicas are updated by the mean gradient of its mini-batches. They all use the same version: the newest when
-the first of them arrives at the stage, with W micro-batches then in flight (`scheduling.replicas`). So round k uses the
-version after the first
-
-    max(0, floor((k R + 1 - W) / R))
-
-updates: k - (n - 1 - j) if no stage has replicas, and k - W / R if this one has. The next update is made while the
-devices of the round are busy, so none of them waits for the slowest. A drain ends the rounds that have begun. Stages
-have separate rounds, except with vertical sync: there all have the rounds of the stage with the most replicas, so their
-versions are of the same mini-batches. With 2BW and at least R micro-batches, each mini-batch is a round.
+the first of them arrives at the stage, with W micro-batches then in flight (`scheduling.replicas`): round k uses the
+version after the first max(0, floor((k R + 1 - W) / R)) updates. Stages have separate rounds, except with vertical
+sync: there all have the rounds of the stage with the most replicas, so their versions are of the same mini-batches.
 
 Between the rows of a stage's replicas (`awaited`) U waits for the backwards of its round and for the previous U, and a
 forward for its version. Otherwise the order is as on a single device, so no row waits forever.
@@ -52,9 +43,8 @@ forward for its version. Otherwise the order is as on a single device, so no row
 >>> [order.version(0, t) for t in range(3)], [order.version(1, t) for t in range(3)]
 ([0, 0, 1], [0, 1, 2])
 
-Sources: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
-https://doi.org/10.1145/3341301.3359646; Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021,
-https://arxiv.org/abs/2006.09503.
+Sources: Narayanan et al., PipeDream, SOSP 2019, https://doi.org/10.1145/3341301.3359646; Memory-Efficient
+Pipeline-Parallel DNN Training, ICML 2021, https://arxiv.org/abs/2006.09503.
 """
 
 from __future__ import annotations

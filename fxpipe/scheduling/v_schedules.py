@@ -1,13 +1,8 @@
 """V-shaped schedules: each device has its stages on the way there and on the way back, `there_and_back`.
 
 Stage j of 2 p is on device j on the way there, and on device 2 p - 1 - j on the way back. So a device has an early
-stage, `-`, and a late stage, `=`; device 0 has the first stage and the last, where backward begins:
-
-    device 0    stage 0   stage 5
-    device 1    stage 1   stage 4
-    device 2    stage 2   stage 3
-
-The early stage keeps micro-batches for long, the late stage for a short time, so all devices keep the same number.
+stage, `-`, and a late stage, `=`; device 0 has the first stage and the last, where backward begins. The early stage
+keeps micro-batches for long, the late stage for a short time, so all devices keep the same number.
 
 - `zbv` keeps 2 p activations of a stage, each half the size of one of p stages: as much as 1F1B at its first stage.
 - `dualpipev` is DualPipe cut in half and folded: the way back replaces the other direction. F of one stage and the full

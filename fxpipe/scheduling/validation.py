@@ -1,12 +1,9 @@
 """Validation of schedules: the dependencies of actions, and the checks of each new schedule.
 
-Three checks, each made only if the ones before it pass:
+Each check is made only if the ones before it pass: every required action exists, once, and in the row of its stage;
+every row keeps the order that its actions need; the rows, run concurrently, do not deadlock.
 
-1. Every required action exists, once, and in the row of its stage.
-2. Every row keeps the order that its actions need.
-3. The rows, run concurrently, do not deadlock.
-
-For the third check the rows are simulated without time: each proceeds while the results for its next action exist. An
+For the last check the rows are simulated without time: each proceeds while the results for its next action exist. An
 action waits for results only, never until another row receives its result. The same is true of threads, and of
 processes if sends do not block and receives are posted in the order of the sends (`distributed.packet_link`). The
 progress of such rows does not depend on the order in which they are visited, so one run is enough.

@@ -4,14 +4,40 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 import torch
 
 from fxpipe.errors import InternalError
 from fxpipe.runtime.action_performer import ActionPerformer
 from fxpipe.runtime.executors import ThreadedExecutor, raise_failure
+from fxpipe.runtime.step import Step
+from fxpipe.runtime.stream import StreamRun
 from fxpipe.scheduling.actions import Action, Rows
+
+
+class _WouldWait(BaseException):
+    pass
+
+
+def ends_without_waiting(function: Callable[..., None], *args: Any) -> bool:
+    with mock.patch.object(threading.Event, "wait", side_effect=_WouldWait):
+        try:
+            function(*args)
+        except _WouldWait:
+            return False
+    return True
+
+
+def _wait(step: ActionPerformer, action: Action) -> None:
+    step.wait(action)
+    if isinstance(step, StreamRun):
+        one, action = step._at(action)
+        one.step.wait_before_loss(action)
+    elif isinstance(step, Step):
+        step.wait_before_loss(action)
 
 
 class InterleavedExecutor:
@@ -38,7 +64,7 @@ class InterleavedExecutor:
     def _run(self, step: ActionPerformer, rows: Rows) -> None:
         waiting = [deque(row) for row in rows if row]
         while waiting and step.failure is None:
-            ready = [row for row in waiting if step.is_ready(row[0])]
+            ready = [row for row in waiting if ends_without_waiting(_wait, step, row[0])]
             if not ready:
                 step.fail(InternalError(f"no action is ready: {[str(row[0]) for row in waiting]}"))
                 break

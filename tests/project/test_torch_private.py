@@ -192,13 +192,6 @@ def test_what_nodes_of_a_loss_know_is_required_where_it_is_asked(monkeypatch):
     _tells_the_versions(caught.value)
 
 
-def test_a_hook_of_a_parameter_needs_an_engine_that_calls_back(monkeypatch):
-    monkeypatch.setattr(autograd, "_engine", None)
-    with pytest.raises(TorchVersionError) as caught:
-        autograd.call_after_backward(lambda: None)
-    _tells_the_versions(caught.value)
-
-
 # -- Optional: where one is missing, models train to the same ---------------------------------------------------------
 
 

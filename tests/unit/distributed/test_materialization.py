@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fxpipe.distributed.materialization import GivenMemory
+from fxpipe.distributed.held_tensors import GivenMemory
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,15 @@ from torch import nn
 
 from fxpipe.errors import StateError, UnequalOutputsError
 from fxpipe.runtime.bound_program import ModelTensors
-from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
-from fxpipe.runtime.step_inputs import StepInputs, TrainedInput, check_programs_fit
+from fxpipe.runtime.step_inputs import (
+    StepInputs,
+    TrainedInput,
+    check_programs_fit,
+    gather,
+    scatter,
+    scatter_gradient,
+    target_dims,
+)
 from fxpipe.utils.batch_split import BatchDim, samples_per_micro_batch
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.oracle import closing
-from helpers.tried_orders import InterleavedExecutor
+from helpers.tried_orders import InterleavedExecutor, ends_without_waiting
 from torch import nn
 
 import fxpipe
@@ -62,14 +62,14 @@ def _fences():
 
 def test_a_fence_is_that_of_one_micro_batch():
     fences = _fences()
-    assert fences.are_open(Action(ActionKind.FORWARD, 0, 0))  # waits for nobody
-    assert not fences.are_open(Action(ActionKind.FORWARD, 1, 0))
+    assert ends_without_waiting(fences.wait, Action(ActionKind.FORWARD, 0, 0))  # waits for nobody
+    assert not ends_without_waiting(fences.wait, Action(ActionKind.FORWARD, 1, 0))
     fences.pass_on(Action(ActionKind.FORWARD, 0, 0))
-    assert fences.are_open(Action(ActionKind.FORWARD, 1, 0))
-    assert not fences.are_open(Action(ActionKind.FORWARD, 1, 1))
-    assert not fences.are_open(Action(ActionKind.BACKWARD, 0, 0))
+    assert ends_without_waiting(fences.wait, Action(ActionKind.FORWARD, 1, 0))
+    assert not ends_without_waiting(fences.wait, Action(ActionKind.FORWARD, 1, 1))
+    assert not ends_without_waiting(fences.wait, Action(ActionKind.BACKWARD, 0, 0))
     fences.open_all()
-    assert fences.are_open(Action(ActionKind.BACKWARD, 0, 0))
+    assert ends_without_waiting(fences.wait, Action(ActionKind.BACKWARD, 0, 0))
 
 
 @pytest.mark.parametrize("opens", [lambda f: f.pass_on(Action(ActionKind.FORWARD, 0, 2)), lambda f: f.open_all()])
