@@ -416,13 +416,13 @@ RUNTIME = (
         "unit/rewriting/test_deferred_batch_norm.py::test_the_running_statistics_are_those_of_the_mini_batch",
     ),
     Mutant(
-        "runtime/loss_verification.py",
+        "runtime/loss_checks.py",
         "not known[1].holds()",
         "False",
         "attacks/test_changing_losses.py::test_a_loss_that_changes_is_right_or_refused",
     ),
     Mutant(
-        "runtime/loss_weighting_check.py",
+        "runtime/loss_checks.py",
         "(loss - loss == 0) & (loss != 0)",
         "loss.isfinite()",
         "attacks/test_changing_losses.py::test_a_loss_that_changes_is_right_or_refused",
@@ -470,37 +470,37 @@ RUNTIME = (
         "attacks/test_moving_buffers.py",
     ),
     Mutant(
-        "runtime/loss_weighting_check.py",
+        "runtime/loss_checks.py",
         "    if math.inf in values:\n        return False\n",
         "",
         "unit/runtime/test_losses.py::test_a_micro_batch_of_no_elements_that_counts_is_wrong",
     ),
     Mutant(
-        "runtime/loss_weighting_check.py",
+        "runtime/loss_checks.py",
         "1e-5 if exact else 3e-2",
         "0.3 if exact else 3e-2",
         "unit/runtime/test_losses.py::test_a_difference_of_a_thousandth_is_one",
     ),
     Mutant(
-        "runtime/loss_weighting_check.py",
+        "runtime/loss_checks.py",
         "1e-5 if exact else 3e-2",
         "1e-5 if exact else 0.3",
         "unit/runtime/test_losses.py::test_half_precision_has_fewer_digits",
     ),
     Mutant(
-        "runtime/loss_weighting_check.py",
+        "runtime/loss_checks.py",
         "return gradient / count if count else math.inf",
         "return gradient * count if count else math.inf",
         "unit/runtime/test_losses.py::test_elements_that_count_the_same_are_right",
     ),
     Mutant(
-        "runtime/loss_weighting_check.py",
+        "runtime/loss_checks.py",
         "todo.extend(reversed(node.next_functions))",
         "todo.extend(node.next_functions)",
         "unit/runtime/test_losses.py::test_the_head_of_a_graph",
     ),
     Mutant(
-        "runtime/loss_weighting_check.py",
+        "runtime/loss_checks.py",
         "    if reduction == TORCH_SUM or name",
         "    if reduction == TORCH_MEAN or name",
         "unit/runtime/test_losses.py::test_the_head_of_a_loss",
@@ -1987,6 +1987,166 @@ DISTRIBUTED = (
         "ordered = [norms[name] for name in names.values() if name in norms]",
         "ordered = [norm for of_rank in everybody for norm in of_rank.values()]",
         "behaviour/test_over_ranks_data_parallel.py",
+    ),
+    *(
+        Mutant(f"distributed/{file}.py", before, after, f"behaviour/test_over_ranks{test}")
+        for file, before, after, test in [
+            (
+                "rank_step",
+                "                self._returning[gradient_key, i] = one.value\n",
+                "                pass\n",
+                ".py",
+            ),
+            (
+                "rank_step",
+                " and not sums[name].is_sparse:",
+                ":",
+                "_data_parallel.py",
+            ),
+            (
+                "held_tensors",
+                "sorted({routes.rank(j) for j in users} - {*holders})",
+                "()",
+                ".py",
+            ),
+            (
+                "held_tensors",
+                "        part = others.get((name, j)) if part is None else part\n",
+                "",
+                ".py",
+            ),
+            (
+                "held_tensors",
+                "if has_values(target) and target.device == value.device:",
+                "if True:",
+                "_meta_device.py",
+            ),
+            (
+                "rank_group",
+                "if {*own} & {*others} != {dist.get_rank()}:",
+                "if False:",
+                "_data_parallel.py",
+            ),
+            (
+                "rank_state",
+                "if job.mode != self._mode():",
+                "if False:",
+                "_failures.py",
+            ),
+            (
+                "rank_state",
+                "if seed is None and group.rank != leader and any(",
+                "if False and any(",
+                ".py",
+            ),
+            (
+                "rank_state",
+                "if len(targets) != len(inputs.bounds):",
+                "if False:",
+                "_micro_batches.py",
+            ),
+            (
+                "rank_state",
+                "            vars(self).update(state)\n",
+                "",
+                "_failures.py",
+            ),
+            (
+                "rank_state",
+                "            self._send(self.held.shared, bound.constants)\n",
+                "",
+                ".py",
+            ),
+            (
+                "rank_state",
+                "if self.group.replica_count > 1:  # each rank may have drawn different values",
+                "if False:",
+                "_data_parallel.py",
+            ),
+            (
+                "rank_engine",
+                "self.replicas.count > 1 and step.loss.tree.is_weighed",
+                "False",
+                "_data_parallel.py",
+            ),
+            (
+                "rank_engine",
+                "if step.loss is None or self.replicas.count > 1:",
+                "if False:",
+                "_data_parallel.py",
+            ),
+            (
+                "rank_engine",
+                "        check_scales(reports)\n",
+                "",
+                "_grad_scaler.py",
+            ),
+            (
+                "rank_gradients",
+                "return gradient * scale if is_shared and scale != 1 else gradient",
+                "return gradient",
+                "_data_parallel.py",
+            ),
+            (
+                "rank_gradients",
+                "gradient_rollback(leaves_below(root), is_certain=any_hooks)",
+                "gradient_rollback(leaves_below(root))",
+                "_failures.py",
+            ),
+            (
+                "replicas",
+                "firsts = [sum(start.micro_batches for start in starts[:k]) for k",
+                "firsts = [0 for k",
+                "_data_parallel.py",
+            ),
+            (
+                "checkpoint_loading",
+                "if not torch.equal(again[other], tensor):",
+                "if False:",
+                "_meta_device.py",
+            ),
+        ]
+    ),
+    *(
+        Mutant(f"distributed/{file}.py", before, after, f"unit/distributed/{test}")
+        for file, before, after, test in [
+            (
+                "rank_group",
+                "        self.generation += 1  # messages",
+                "        # messages",
+                "test_rank_step.py",
+            ),
+            (
+                "rank_step",
+                "if (j, last_b.micro_batch) in split:",
+                "if True:",
+                "test_gradient_reduction.py",
+            ),
+            (
+                "held_tensors",
+                "if tensor.numel() and not keep(tensor):",
+                "if tensor.numel():",
+                "test_materialization.py",
+            ),
+            (
+                "held_tensors",
+                "sharing[key] < 2:",
+                "True:",
+                "test_materialization.py",
+            ),
+            (
+                "replicas",
+                "        self._unit = None\n",
+                "",
+                "test_gradient_reduction.py",
+            ),
+            (
+                "packet_link",
+                "            self._free_gradients(cut, self.mailbox.note)\n",
+                "            pass\n",
+                "test_rank_step.py",
+            ),
+        ]
     ),
 )
 

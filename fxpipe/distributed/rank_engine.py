@@ -229,7 +229,7 @@ class RankEngine(Engine):
                 self.refuse_strange_leaves(step.loss)
                 report.loss = loss_of_replica(step.loss.losses)
             if step.loss is not None and kind is not None:
-                # Of several replicas the micro-batches of all add up to the loss, which is not verified here.
+                # The micro-batches of all replicas add up to the loss, which is not verified here.
                 is_compared = is_verified and not (self.replicas.count > 1 and step.loss.tree.is_weighed)
                 report.evidence, outputs = LossEvidence.of(step, kind, is_compared, call.return_outputs)
                 losses = step.loss.losses

@@ -43,7 +43,7 @@ from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict, wrong_loss
-from fxpipe.runtime.loss_verification import LossHistory
+from fxpipe.runtime.loss_checks import LossHistory
 from fxpipe.runtime.stage_updates import OverlappedUpdates
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs

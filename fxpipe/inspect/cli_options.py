@@ -23,7 +23,7 @@ from fxpipe.inspect.targets import (
     parse_target,
 )
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
-from fxpipe.scheduling.custom import refuse_bidirectional
+from fxpipe.scheduling.factory import refuse_bidirectional
 from fxpipe.utils.files import check_output_path
 
 if TYPE_CHECKING:

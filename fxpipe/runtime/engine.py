@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ from fxpipe.runtime.commit import GradientList, add_gradient, attach_commit, gra
 from fxpipe.runtime.exchange import BoundaryValue
 from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict
+from fxpipe.runtime.loss_checks import LossHistories, LossHistory
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.loss_verification import LossHistories, LossHistory
 from fxpipe.runtime.losses import MODEL_LOSS_REMEDIES, LossCall, MicroBatchLosses
 from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_before_updates, update_rows
 from fxpipe.runtime.step import Step
@@ -474,7 +475,7 @@ def _mean_gradient(
 
 def _refuse_parameters_in_loss(stage: LossStage | None, updates: OverlappedUpdates | None) -> None:
     """Raises `LossError` if the loss reads weights that are updated before their gradients from the loss exist."""
-    if stage is not None and updates is not None and not updates.identities.isdisjoint(stage.uses):
+    if stage is not None and updates is not None and not updates.identities.isdisjoint(chain(*stage.sums)):
         raise LossError(
             "loss_fn reads parameters of the model themselves, which an optimizer with overlap=True updates while the "
             "loss may still be taken; let forward return what the loss needs of them (a penalty, say), or leave "

@@ -1,7 +1,7 @@
 """The verdict on the loss of a mini-batch: its micro-batches add up to it, or gradients would be wrong.
 
-A run gives evidence: the weights of elements in each micro-batch (`loss_weighting_check`) and, if it was due, the
-comparison with the loss of all outputs (`loss_verification`). Over processes every rank has a part of it.
+A run gives evidence (`loss_checks`): the weights of elements in each micro-batch and, if it was due, the comparison
+with the loss of all outputs. Over processes every rank has a part of it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxpipe.errors import LossError, UnequalOutputsError
-from fxpipe.runtime.loss_verification import LossHistory
-from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
+from fxpipe.runtime.loss_checks import LossHistory, LossWeightingCheck
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
 from fxpipe.runtime.step import Step
 
@@ -22,8 +21,8 @@ from fxpipe.runtime.step import Step
 class LossEvidence:
     """The evidence of one process. All but `weights_of_elements` is of the process with the loss."""
 
-    wrong: str | None = None  # how the weights of elements differ between micro-batches
-    wrong_means: str | None = None  # the same for means only, if the loss was not compared
+    wrong: str | None = None  # describes how the weights of elements differ between micro-batches
+    wrong_means: str | None = None  # describes it for means only, if the loss was not compared
     can_verify: bool | None = False  # None: the loss draws random numbers
     is_verified: bool = False
     shares: Sequence[Any] = ()  # by micro-batch, for checks in other processes

@@ -17,8 +17,7 @@ from fxpipe.runtime.bound_program import BoundProgram, different_programs
 from fxpipe.runtime.caller_context import CallerStateRunner
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.exchange import Exchange
-from fxpipe.runtime.loss_verification import GatheredOutput, verify_loss
-from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
+from fxpipe.runtime.loss_checks import GatheredOutput, LossWeightingCheck, verify_loss
 from fxpipe.runtime.losses import MicroBatchLosses, hold_generators, restore_generators
 from fxpipe.runtime.step_inputs import combine, gather
 from fxpipe.scheduling.replicas import replica_of
@@ -48,11 +47,9 @@ class LossStage:
     outputs: dict[int, list[Any]] = field(default_factory=dict)  # by micro-batch, if they are kept
     gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # for outputs, if they are verified
     others: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by micro-batch: results that are not outputs
-    # By identity, for leaves that loss_fn uses: the tensor, the sum of its gradients, and their number.
-    own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
-    own_of_others: tuple[dict[int, tuple[torch.Tensor, torch.Tensor, int]], ...] = field(init=False)  # by replica
-    is_spread: bool = field(init=False)  # replicas of the last stage are on several devices
-    devices: tuple[torch.device, ...] = field(init=False)  # by replica of the last stage
+    # By replica of the last stage, then by identity, for leaves that loss_fn uses: tensor, sum and number of gradients.
+    sums: tuple[dict[int, tuple[torch.Tensor, torch.Tensor, int]], ...] = field(init=False)
+    devices: Sequence[torch.device] = field(init=False)  # by micro-batch: of its loss
     run_as_caller: CallerStateRunner = field(init=False)
     trees: Sequence[OutputTree] = field(init=False)  # by micro-batch
 
@@ -60,11 +57,10 @@ class LossStage:
         self.run_as_caller = CallerStateRunner(self.bound.state)
         trees = {id(bound): OutputTree.of(bound) for bound in different_programs(self.bounds)}
         self.trees = [trees[id(bound)] for bound in self.bounds]
-        self.devices = self.bound.stage_devices[-1]
-        self.own_of_others = tuple({} for _ in self.devices[1:])
-        self.is_spread = len({*self.devices}) > 1
-        if self.is_spread:
-            self.losses.bring = self._brought
+        replicas = self.bound.stage_devices[-1]
+        self.sums = tuple({} for _ in replicas)
+        self.devices = [replicas[replica_of(i, len(replicas))] for i in range(len(self.bounds))]
+        self.losses.bring = self._brought
 
     def _brought(self, value: Any, device: torch.device | None = None) -> Any:
         """Copies a tensor to a device, by default to the device of the last stage's parameters."""
@@ -72,13 +68,13 @@ class LossStage:
         return self.exchange.transport.bring(value, home) if isinstance(value, torch.Tensor) else value
 
     @property
-    def uses(self) -> set[int]:
-        """The identities of the leaves that the loss uses outside the model's outputs."""
-        return {key for sums in (self.own, *self.own_of_others) for key in sums}
+    def own(self) -> dict[int, tuple[torch.Tensor, torch.Tensor, int]]:
+        """The sums of the first replica; after `add_up_replicas`, of all."""
+        return self.sums[0]
 
     def add_up_replicas(self) -> None:
         """Adds the gradient sums of other replicas to the sums of the first, in order, after all rows."""
-        for sums in self.own_of_others:
+        for sums in self.sums[1:]:
             for key, (leaf, gradient, count) in sums.items():
                 _, total, before = self.own.get(key, (leaf, None, 0))
                 self.own[key] = (leaf, gradient if total is None else total + gradient, before + count)
@@ -104,7 +100,7 @@ class LossStage:
         trained: list[int] = []
         for place, link in enumerate(links):
             received = self.exchange.take(user, link, i)
-            output = self._brought(received.value) if self.losses.takes_all and self.is_spread else received.value
+            output = self._brought(received.value) if self.losses.takes_all else received.value
             if received.requires_grad:
                 output = output.detach().requires_grad_()
                 trained.append(place)
@@ -120,8 +116,7 @@ class LossStage:
     def run(self, i: int) -> None:
         links = self.bounds[i].wiring.links[-1]
         outputs, trained = self._received(i)
-        device = self.devices[replica_of(i, len(self.devices))] if self.own_of_others else self.devices[0]
-        with hold_generators(device):  # one loss at a time
+        with hold_generators(self.devices[i]):  # one loss at a time
             loss, begin = self.run_as_caller(self._loss, outputs, i)
         value, is_mean = self.losses.values[i], self.losses.returns_weights or self.losses.reduction == "mean"
         if value is not None and is_mean and self.loss_weighting.is_on:
@@ -142,12 +137,7 @@ class LossStage:
         if losses.is_handed_over or not tree.is_weighed:
             return losses(tree(outputs), i)
         weight = losses.shares[i] * losses.portion
-        known = losses.known
-        if self.is_spread:
-            here = self.devices[replica_of(i, len(self.devices))]
-            known = {
-                place: map_tensor_leaves(lambda t: self._brought(t, here), value) for place, value in known.items()
-            }
+        known = map_tensor_leaves(lambda t: self._brought(t, self.devices[i]), dict(losses.known))
         return losses(tree.share(outputs, known, weight, losses.reduction), i, lambda: tree(outputs))
 
     def _go_back(
@@ -171,7 +161,7 @@ class LossStage:
         return gradients[: len(outputs)]
 
     def _sum(self, own: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], i: int) -> None:
-        sums = (self.own, *self.own_of_others)[replica_of(i, len(self.devices))]
+        sums = self.sums[replica_of(i, len(self.sums))]
         for leaf, gradient in zip(own, gradients, strict=True):
             if gradient is not None:
                 _, total, count = sums.get(id(leaf), (leaf, None, 0))
@@ -179,7 +169,7 @@ class LossStage:
 
     def _at_home(self, values: list[Any]) -> list[Any]:
         """Moves values of a micro-batch to the device of the last stage's parameters."""
-        return [self._brought(value) for value in values] if self.is_spread else values
+        return [self._brought(value) for value in values]
 
     def gather_outputs(self) -> list[Any]:
         rows = [self._at_home(self.outputs.pop(i)) for i in sorted(self.outputs)]

@@ -41,8 +41,8 @@ def updated_running_statistics(
     """Returns the buffers of a stage, by name, with the running statistics of deferred batch norm after a mini-batch.
 
     For each call of batch norm, a micro-batch gives the number n of values in a channel, their mean and their unbiased
-    variance. Those of the mini-batch follow without cancellation (T. Chan, G. Golub, R. LeVeque, "Updating Formulae and
-    a Pairwise Algorithm for Computing Sample Variances", 1979): with N the sum of all n
+    variance. The statistics of the mini-batch follow without cancellation (T. Chan, G. Golub, R. LeVeque, "Updating
+    Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979): with N the sum of all n
 
         mean = sum(n mean_i) / N
         var  = (sum((n_i - 1) var_i) + sum(n_i (mean_i - mean)^2)) / (N - 1)

@@ -27,8 +27,8 @@ from fxpipe.runtime.action_performer import ActionPerformer, action_note
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext, thread_defaults
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
+from fxpipe.runtime.loss_checks import LossWeightingCheck
 from fxpipe.runtime.loss_stage import LossStage, MiniBatchLossStage
-from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import MicroBatchLosses
 from fxpipe.runtime.stage_instance import BackwardHandle, StageInstance, StageResult, StageTotals
 from fxpipe.runtime.step_inputs import StepInputs, check_programs_fit

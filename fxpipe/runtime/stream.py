@@ -43,8 +43,8 @@ from fxpipe.runtime.caller_context import CallerContext, thread_defaults
 from fxpipe.runtime.engine import Engine, losses_of
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict
+from fxpipe.runtime.loss_checks import LossHistory
 from fxpipe.runtime.loss_stage import NOT_AFFINE
-from fxpipe.runtime.loss_verification import LossHistory
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_instance import StageInstance
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer

@@ -29,7 +29,7 @@ device 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
 device 2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
 
 `R` recomputes activations before backward, instead of keeping them. It waits for no other stage, so it fills a part of
-the bubble. `W` computes the gradients of weights, if `B` computes those of inputs only; nothing waits for `W`:
+the bubble. `W` computes the gradients of weights, if `B` computes only the gradients of inputs; nothing waits for `W`:
 
 >>> print(make_schedule("zero_bubble", stages=2, micro_batches=2, checkpoint="except_last"))
 zero_bubble: 2 stages, 2 micro-batches
@@ -64,8 +64,15 @@ from fxpipe.scheduling.builtin import (
     zero_bubble,
     zero_bubble_2p,
 )
-from fxpipe.scheduling.custom import ScheduleLike, as_schedule_like, parse_schedule, placement_of
-from fxpipe.scheduling.factory import check_placement, make_schedule, schedule_text
+from fxpipe.scheduling.factory import (
+    ScheduleLike,
+    as_schedule_like,
+    check_placement,
+    make_schedule,
+    parse_schedule,
+    placement_of,
+    schedule_text,
+)
 from fxpipe.scheduling.registry import SCHEDULES
 from fxpipe.scheduling.row_transforms import (
     CHECKPOINTS,

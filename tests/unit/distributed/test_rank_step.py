@@ -1,5 +1,6 @@
 """When a rank waits for packets, and what it holds of those that it has sent."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from helpers.rank_models import DENSE_CUTS, Dense
@@ -8,7 +9,9 @@ from helpers.ranks import Ranks
 import fxpipe
 from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.packet_link import PacketLink
+from fxpipe.distributed.packets import Mailbox
 from fxpipe.distributed.rank_step import RankStep
+from fxpipe.errors import DistributedError
 from fxpipe.scheduling import ActionKind
 
 KINDS = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -58,3 +61,28 @@ def test_gradients_and_values_are_given_back_when_they_were_taken_and_recomputat
     assert gradients == (0, 2)  # of 16
     assert first == ["0F0", "0R0", "1B0 comes", "0B0"]
     assert last == ["0F0 comes", "1F0", "1R0", "1B0"]
+
+
+def forgetting(*_):
+    raise KeyboardInterrupt
+
+
+def one_rank_alone_remembers_layouts(mesh):
+    torch.manual_seed(0)
+    x, model, rank = torch.randn(4, 4), Dense(), mesh.get_local_rank()
+    pipe = fxpipe.pipeline(
+        model, mesh, 2, example_args=(x,), balance=DENSE_CUTS[2], progress=False, hardware="cpu", timeout=20.0
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Mailbox, "remember", forgetting)
+        else:
+            pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)  # ends well here
+        with pytest.raises((KeyboardInterrupt, DistributedError)):
+            pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    return pipe.forward_backward(x, target=x, loss_fn=F.mse_loss), F.mse_loss(model(x), x).detach()
+
+
+def test_layouts_that_one_rank_alone_remembers_are_forgotten_by_all(two_ranks):
+    for loss, expected in two_ranks.run(one_rank_alone_remembers_layouts):
+        torch.testing.assert_close(loss, expected)

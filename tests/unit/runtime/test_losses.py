@@ -17,9 +17,8 @@ from torch.autograd.graph import GradientEdge
 
 import fxpipe
 from fxpipe.errors import LossError
+from fxpipe.runtime.loss_checks import LossHistory, LossReduction, LossWeightingCheck, reductions_under
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.loss_verification import LossHistory
-from fxpipe.runtime.loss_weighting_check import LossReduction, LossWeightingCheck, reductions_under
 from fxpipe.utils.random_generators import generator_lock
 
 IGNORED = -100
@@ -741,7 +740,7 @@ class _Widened(torch.overrides.TorchFunctionMode):
 @pytest.mark.parametrize("piece", [7, 1 << 20])
 def test_the_gradients_of_a_mini_batch_are_verified_piece_by_piece(piece, monkeypatch):
     """With a head of zeros the loss tells nothing, and only gradients do."""
-    monkeypatch.setattr("fxpipe.runtime.loss_verification.PIECE", piece)
+    monkeypatch.setattr("fxpipe.runtime.loss_checks.PIECE", piece)
     ids, labels = tokens(7), padded(7)
 
     def mean_over_tokens(logits, target):
@@ -761,7 +760,7 @@ def test_the_gradients_of_a_mini_batch_are_verified_piece_by_piece(piece, monkey
 
 
 def test_to_verify_a_loss_holds_no_gradient_in_float64():
-    from fxpipe.runtime.loss_verification import PIECE, _squared_norms
+    from fxpipe.runtime.loss_checks import PIECE, _squared_norms
 
     part = torch.randn(3, PIECE)
     with _Widened() as widened:

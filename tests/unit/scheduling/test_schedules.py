@@ -603,14 +603,7 @@ def test_scheduling_is_plain_data(source):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "scheduling",
-        "scheduling.builtin",
-        "scheduling.custom",
-        "scheduling.factory",
-        "scheduling.row_transforms",
-        "scheduling.validation",
-    ],
+    ["scheduling", "scheduling.builtin", "scheduling.factory", "scheduling.row_transforms", "scheduling.validation"],
 )
 def test_examples_in_docstrings_print_what_they_say(name):
     result = doctest.testmod(importlib.import_module(f"fxpipe.{name}"))
