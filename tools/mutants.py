@@ -2120,7 +2120,7 @@ DISTRIBUTED = (
                 "rank_step",
                 "if (j, last_b.micro_batch) in split:",
                 "if True:",
-                "test_gradient_reduction.py",
+                "test_rank_step.py",
             ),
             (
                 "held_tensors",

@@ -10,9 +10,9 @@ import fxpipe
 from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.packet_link import PacketLink
 from fxpipe.distributed.packets import Mailbox
-from fxpipe.distributed.rank_step import RankStep
+from fxpipe.distributed.rank_step import RankStep, _last_backwards
 from fxpipe.errors import DistributedError
-from fxpipe.scheduling import ActionKind
+from fxpipe.scheduling import Action, ActionKind
 
 KINDS = ActionKind.FORWARD, ActionKind.BACKWARD
 
@@ -86,3 +86,12 @@ def one_rank_alone_remembers_layouts(mesh):
 def test_layouts_that_one_rank_alone_remembers_are_forgotten_by_all(two_ranks):
     for loss, expected in two_ranks.run(one_rank_alone_remembers_layouts):
         torch.testing.assert_close(loss, expected)
+
+
+def test_a_gradient_is_complete_after_the_last_weight_gradients_if_the_last_backward_computes_some():
+    def last(text):
+        return sorted(map(str, _last_backwards(tuple(map(Action.parse, text.split())))))
+
+    assert last("0F0 0F1 0B0 0B1") == ["0B1"]
+    assert last("0F0 0F1 0B0 0B1 0W0 0W1") == ["0B1", "0W1"]  # B completes what W does not compute
+    assert last("0F0 0F1 0B0 0B1 0W0") == ["0W0"]  # B of micro-batch 1 computes all, to which W adds
