@@ -14,7 +14,7 @@ parameters. Over ranks one rank looks up, and all ranks record (`distributed.ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -52,13 +52,13 @@ from fxpipe.tracing.tensors import has_values
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import least_samples
 from fxpipe.tracing.verify.written_inputs import refuse_unwritable_inputs
-from fxpipe.utils.batch_split import micro_batch_sizes, samples_per_micro_batch
+from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import show_progress
 from fxpipe.utils.pytree import flatten, has_own_attributes
 from fxpipe.utils.random_generators import peek_seed
 
-SizesOf: TypeAlias = Callable[[int], Collection[int]]  # mini-batch -> sizes of its micro-batches
+SizesOf: TypeAlias = Callable[[int], Sequence[int]]  # mini-batch -> sizes of its micro-batches
 MAX_GRAPHS = 16  # limit for one model; the oldest is dropped
 MANY_PYTHON_VALUES = 4  # values of one name that forward reads, before a warning
 MANY_VALUE_GRAPHS = 8  # graphs that differ in values or sizes only, before a warning
@@ -403,8 +403,8 @@ class Programs:
 
     # -- the number of micro-batches -----------------------------------------------------------------------------------
 
-    def _sizes(self, batch: int) -> frozenset[int]:
-        return micro_batch_sizes(batch, self.settings.micro_batches(batch))
+    def _sizes(self, batch: int) -> list[int]:
+        return samples_per_micro_batch(batch, self.settings.micro_batches(batch))
 
     def _may_choose_chunks(self, batch: int) -> bool:
         """Returns whether to choose the number of micro-batches again, for a mini-batch larger than all before.

@@ -42,11 +42,10 @@ from fxpipe.tracing.cache_key import in_mode
 from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims
 from fxpipe.tracing.model_state import look_on_recording_device, model_on, move_inputs, preserve_state
 from fxpipe.tracing.print_calls import mute_repeated_prints
-from fxpipe.tracing.tensors import tensor_bytes
+from fxpipe.tracing.tensors import slice_samples, tensor_bytes
 from fxpipe.tracing.traced import attribute_tensor
 from fxpipe.tracing.verify.dynamic_sizes_check import recheck_lengths
 from fxpipe.tracing.verify.effects import least_samples
-from fxpipe.tracing.verify.equivalence import slice_samples
 from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, agrees_with_model, recheck_micro_batches
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import planning_block
@@ -154,7 +153,7 @@ def holds_for_chunks(
 
 
 def holds_for_sizes(
-    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], settings: Settings
+    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int], settings: Settings
 ) -> bool:
     """Checks that the graph is valid for these inputs in micro-batches of these sizes, in the mode of the model."""
     with model_on(traced.model, traced.device):

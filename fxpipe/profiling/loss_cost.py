@@ -26,9 +26,8 @@ from fxpipe.profiling.probe import probe_loss
 from fxpipe.runtime.losses import check_loss_function, checked_loss
 from fxpipe.runtime.step_inputs import target_dims
 from fxpipe.tracing.fake_tensors import fake_if_active
-from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.tensors import slice_samples, tensors_in
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.equivalence import slice_samples
 from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 

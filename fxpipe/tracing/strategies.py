@@ -37,7 +37,7 @@ from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import GraphBreak, RecordingOptions, Traced
 from fxpipe.tracing.tracing_passes import run_passes
 from fxpipe.tracing.verify.equivalence import take_samples
-from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, may_replace, refuse_uneven
+from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, may_replace, values_differ_message
 from fxpipe.utils.python_state import PythonState
 
 LARGE_NODE_SHARE = 0.5  # share of the parameters above which one node is too large
@@ -46,21 +46,29 @@ LARGE_NODE_SHARE = 0.5  # share of the parameters above which one node is too la
 def find_graph(request: TraceRequest) -> Traced:
     """Finds the first correct graph, of the mini-batch or else of its micro-batches.
 
-    If the inputs disagree on the batch, it is tried which of them hold it. If the mini-batch stays whole, a graph that
-    can be split is still better: it is valid for other numbers of samples.
+    If the inputs disagree on the batch, it is tried which of them hold it; if forward loops over the samples, whether
+    a graph for one size of micro-batches is right. If the mini-batch stays whole, a graph that can be split is still
+    better: it is valid for other numbers of samples.
 
     Raises:
         TraceError: no graph was found; the message contains the reason and the remedy.
     """
     try:
         return _graph_of_parts(request)
-    except ArgumentError:
-        if request.is_whole or request.in_dims is not None or not request.is_compared:
+    except (ArgumentError, TraceError) as error:
+        failure, is_final = error, isinstance(error, CannotRecord) and error.is_final
+        if is_final or request.is_whole or not request.is_compared:
             raise
-        for in_dims in other_in_dims(input_leaves(request.model, request.args, request.kwargs)[0]):
-            with contextlib.suppress(ArgumentError, TraceError):
-                return _graph_of_parts(replace(request, in_dims=in_dims))
-        raise
+        leaves = input_leaves(request.model, request.args, request.kwargs)[0]
+        others = [*other_in_dims(leaves)] if request.in_dims is None else []
+        alike = [request.in_dims or 0] if request.in_dims is not None or isinstance(error, TraceError) else []
+        tries = [(in_dims, True) for in_dims in (*others, *alike) if request.chunks > 1]
+        for in_dims, is_for_one in (*tries, *((in_dims, False) for in_dims in others)):
+            try:
+                return _graph_of_parts(replace(request, in_dims=in_dims, is_for_one_size=is_for_one))
+            except (ArgumentError, TraceError) as other:
+                failure = other if isinstance(other, OtherMicroBatchesError) else failure
+        raise failure from failure.__cause__
 
 
 def _graph_of_parts(request: TraceRequest) -> Traced:
@@ -256,19 +264,20 @@ def _modules_of_same_class(model: nn.Module, paths: frozenset[str]) -> list[str]
 # -- graphs of the mini-batch that are not valid for its micro-batches -----------------------------------------------
 
 
-# No model of the zoo at its sizes: GPT-2 needs it with sequences as long as the batch (behaviour/test_generate.py).
+# No model of the zoo: forward that loops over its samples (Qwen2.5-VL) needs it (behaviour/test_rows_per_sample.py).
 def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) -> Traced:
     """Returns the graph of a micro-batch, if it can replace the graph of the mini-batch; otherwise raises."""
     whole, leaves = error.traced, request.leaves
     try:
         args, kwargs = pytree.tree_unflatten(take_samples(whole, leaves, 0, max(error.sizes)), whole.in_spec)
-        parts = _graph_of_all_samples(request.on_micro_batch(args, kwargs))
-        is_right = may_replace(whole, parts, leaves, error.sizes)
+        parts = replace(_graph_of_all_samples(request.on_micro_batch(args, kwargs)), of_mini_batch=whole)
+        is_read = parts.guards_hold(leaves, parts.seed, error.sizes)
+        error = error if is_read else OtherMicroBatchesError(whole, error.sizes, values_differ_message(parts))
+        is_right = is_read and may_replace(whole, parts, leaves, error.sizes)
     except Exception as failure:
-        refuse_uneven(whole, leaves, error.sizes)
-        raise error from failure
+        is_right, error.__cause__ = False, failure
     if not is_right:
-        refuse_uneven(whole, leaves, error.sizes)
+        whole.refuse_uneven_outputs(whole.batch_of(leaves), error.sizes)
         raise error
-    parts.comparisons.accepted_splits.add((whole.batch_of(leaves), error.sizes, parts.dynamic.example))
+    parts.comparisons.accepted_splits.add((whole.batch_of(leaves), frozenset(error.sizes), parts.dynamic.example))
     return parts

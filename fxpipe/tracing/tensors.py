@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.storages import sparse_parts, storage_address
+from fxpipe.utils.batch_split import rows_per_sample
 from fxpipe.utils.python_objects import held_objects
 
 _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # the most frequent types
@@ -71,3 +72,23 @@ def detached(value: Any, own: Collection[int] = ()) -> Any:
         return value
     bare = value.detach().clone() if own and storage_of(value) in own else value.detach()
     return bare.requires_grad_(value.requires_grad)
+
+
+def slice_samples(leaves: Sequence[Any], dims: Sequence[int | None], start: int, stop: int) -> list[Any]:
+    """Returns samples start..stop of inputs that hold the batch in `dims`; repeats from the first after the last."""
+
+    def part(leaf: torch.Tensor, dim: int) -> torch.Tensor:
+        size, rows = leaf.shape[dim], rows_per_sample(dim)
+        first, last = start * rows, stop * rows
+        if last <= size:
+            piece = leaf.narrow(dim, first, last - first)
+            return piece.contiguous() if leaf.is_contiguous() else piece
+        again, over = divmod(last, size)
+        parts = [leaf.narrow(dim, first, size - first), *[leaf] * (again - 1), leaf.narrow(dim, 0, over)]
+        order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)  # memory order, which `cat` does not preserve
+        whole = torch.cat([one.permute(order) for one in parts], order.index(dim))
+        return whole.permute([order.index(d) for d in range(leaf.dim())])
+
+    parts: dict[Any, torch.Tensor] = {}  # a tensor that is passed twice has one part
+    pairs = list(zip(leaves, dims, strict=True))
+    return [leaf if dim is None else parts.setdefault((id(leaf), dim), part(leaf, dim)) for leaf, dim in pairs]

@@ -34,6 +34,7 @@ class TraceRequest:
     is_compared: bool
     seed: int  # seed of the random numbers that forward draws and reads
     dynamic: DynamicDims  # dimensions besides the batch whose size may vary
+    is_for_one_size: bool = False  # may the graph hold for the example's number of samples only?
     is_whole: bool = False  # is the mini-batch the only micro-batch? Then nothing is split or combined.
 
     def on_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceRequest:

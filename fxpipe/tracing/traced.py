@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sympy
@@ -41,6 +42,7 @@ from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, Siz
 from fxpipe.tracing.model_state import is_fixed
 from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.recorded_sizes import LayoutRead, SizeRead
+from fxpipe.tracing.tensors import slice_samples
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.locks import cancellation_point
@@ -148,7 +150,7 @@ class Traced:
     head: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = (
         None  # (inputs, samples) -> further inputs by place
     )
-    is_for_one_size: bool = False  # other numbers of samples need a comparison: a graph of `torch.export`
+    is_for_one_size: bool = False  # a graph of `torch.export`, or nodes may fix the number of samples
     batch_conditions: tuple[SizeCondition, ...] = ()  # on mini-batch and micro-batches
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # on the mini-batch only
     dynamic: DynamicSizes = FIXED_SIZES  # dynamic dimensions of inputs
@@ -160,6 +162,7 @@ class Traced:
     is_whole: bool = False  # holds only for the mini-batch as one micro-batch: its results cannot be combined
     effects: Effects | None = None  # memory that nodes share and change
     guards: Guards | None = None  # values that forward read; other values need another graph
+    of_mini_batch: Traced | None = None  # the graph that this graph, of a micro-batch, replaces; its guards hold, too
     batch_bounds: tuple[int, int | None] = (0, None)  # the user's bounds for the samples of a mini-batch
     has_keys_of_sizes: bool = False  # was a value looked up in a cache by a size?
     again: Callable[[Mapping[Any, int]], Traced] | None = None
@@ -353,13 +356,13 @@ class Traced:
         )
 
     def holds_for_values(
-        self, leaves: Sequence[Any], seed: int = 0, sizes_of: Callable[[int], Collection[int]] | None = None
+        self, leaves: Sequence[Any], seed: int = 0, sizes_of: Callable[[int], Sequence[int]] | None = None
     ) -> bool:
         """Returns whether this is the graph of these inputs, if their key equals `key` and `holds_for_model` is true.
 
         Args:
             seed: of the random numbers that forward draws and reads.
-            sizes_of: the micro-batch sizes of a mini-batch; the graph must be valid for them as well.
+            sizes_of: the sizes of the micro-batches of a mini-batch; the graph must be valid for them as well.
         """
         batches = set()
         for place, (leaf, dim, value) in enumerate(zip(self.leaves, self.in_dims, leaves, strict=True)):
@@ -384,10 +387,20 @@ class Traced:
             return False  # no other graph is valid either: the caller refuses it
         if not all(read.holds(leaves) for read in self.input_reads):
             return False
-        lengths = self.dynamic.lengths_of(leaves)
-        if lengths is None or not self.holds_for(batch, () if sizes_of is None else sizes_of(batch), lengths):
-            return False
-        return self.guards is None or self.guards.hold(self, leaves, seed)
+        lengths, sizes = self.dynamic.lengths_of(leaves), () if sizes_of is None else sizes_of(batch)
+        return lengths is not None and self.holds_for(batch, sizes, lengths) and self.guards_hold(leaves, seed, sizes)
+
+    def guards_hold(self, leaves: Sequence[Any], seed: int, sizes: Sequence[int] = ()) -> bool:
+        """Returns whether forward reads the recorded values from these inputs, cut into micro-batches of `sizes`."""
+        if self.of_mini_batch is None or not sizes:
+            return self.guards is None or self.guards.hold(self, leaves, seed)
+        parts = self.micro_batches(leaves, sizes)
+        return self.of_mini_batch.guards_hold(leaves, seed) and all(self.guards_hold(part, seed) for part in parts)
+
+    def micro_batches(self, leaves: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+        """Cuts flattened inputs into micro-batches with these numbers of samples."""
+        bounds = pairwise(accumulate(sizes, initial=0))
+        return [slice_samples(leaves, self.in_dims, start, stop) for start, stop in bounds]
 
     def refuse_uneven_outputs(self, batch: int, parts: Sequence[int]) -> None:
         """Raises `ArgumentError` if the rows of such micro-batches do not add up to the rows of the mini-batch."""

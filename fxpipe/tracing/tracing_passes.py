@@ -24,7 +24,7 @@ from fxpipe.tracing.verify.micro_batch_sizes import (
 from fxpipe.tracing.verify.sample_rows import join_sample_rows
 from fxpipe.tracing.verify.training_equivalence import check_training_equivalence
 from fxpipe.tracing.verify.written_inputs import refuse_differing_writes, refuse_unwritable_inputs
-from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
+from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
 from fxpipe.utils.progress import phase
 
 
@@ -36,7 +36,9 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
         TraceError: the graph differs from the model, or cannot be cut.
         ArgumentError: there is no batch dimension, or inputs or outputs disagree on it.
     """
-    leaves, traced = request.leaves, replace(traced, is_whole=request.is_whole)
+    leaves = request.leaves
+    is_for_one = traced.is_for_one_size or request.is_for_one_size
+    traced = replace(traced, is_whole=request.is_whole, is_for_one_size=is_for_one)
     refuse_unguardable(traced)
     why_fixed = _why_sizes_are_fixed(traced, request)
     dynamic = {} if why_fixed else request.dynamic.names(traced.leaves)
@@ -63,12 +65,12 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     traced = replace(traced, effects=effects_of_changed(traced, traced.effects))
     refuse_differing_writes(traced)
     refuse_unwritable_inputs(traced, leaves)
-    sizes = micro_batch_sizes(traced.batch_of(leaves), request.chunks)
+    sizes = samples_per_micro_batch(batch := traced.batch_of(leaves), max(1, min(request.chunks, batch)))
     has_out_dims = request.out_dims is not None
     must_compare = not has_out_dims and (not is_told or must_compare_micro_batches(traced))
     traced = replace(traced, compares_micro_batches=must_compare)
     if not holds_for_micro_batches(traced, leaves, sizes, has_out_dims):
-        raise OtherMicroBatchesError(traced, leaves, sizes)
+        raise OtherMicroBatchesError(traced, sizes)
     if traced.dynamic.symbols and request.is_compared:
         check_dynamic_sizes(traced, leaves, request.dynamic.seen)
     return traced

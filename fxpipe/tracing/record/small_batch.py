@@ -25,9 +25,9 @@ from fxpipe.tracing.record.batch_numbers import RecordFunction, is_same_recordin
 from fxpipe.tracing.record.module_hooks import is_computation_hook
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.input_dims import candidate_dims
+from fxpipe.tracing.tensors import slice_samples
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import Traced, runs_python
-from fxpipe.tracing.verify.equivalence import slice_samples
 from fxpipe.utils.batch_split import largest_micro_batch, samples_along
 
 LONG_RECORDING = 0.25  # seconds; after shorter recordings, all samples are recorded

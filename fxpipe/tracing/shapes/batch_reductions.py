@@ -22,7 +22,7 @@ a sum.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
@@ -101,8 +101,8 @@ class ReducedOutput:
         """Returns the calls, with references numbered as pieces first and calls after them."""
 
         def put(value: Any) -> Any:
-            if isinstance(value, CombinationRef):
-                return CombinationRef(_number(value.number, len(self.pieces)))
+            if isinstance(value, CombinationRef) and value.number < 0:
+                return CombinationRef(len(self.pieces) - 1 - value.number)
             return value
 
         return [replace(c, args=map_nested(c.args, put), kwargs=map_nested(c.kwargs, put)) for c, _ in self.calls]
@@ -575,29 +575,20 @@ def _has_rows(terms: Terms) -> bool:
     return any(scale > _ROW / 2 for _, scale in terms)
 
 
-def _number(number: int, pieces: int) -> int:
-    return number if number >= 0 else pieces - 1 - number
+def _refs(value: Any) -> list[CombinationRef]:
+    refs: list[CombinationRef] = []
 
+    def look(leaf: Any) -> Any:
+        refs.extend([leaf] if isinstance(leaf, CombinationRef) else [])
+        return leaf
 
-def _refs(value: Any) -> Iterator[CombinationRef]:
-    if isinstance(value, CombinationRef):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _refs(item)
-    elif isinstance(value, slice):
-        yield from _refs((value.start, value.stop, value.step))
-    elif isinstance(value, Mapping):
-        yield from _refs(list(value.values()))
+    map_nested(value, look)
+    return refs
 
 
 def _terms_of(name: str, call: CombinationCall, known: Sequence[Terms | None]) -> Terms | None:
     def of(value: Any) -> Terms | None:
-        if isinstance(value, CombinationRef):
-            return known[value.number]
-        return (
-            _joined([known[ref.number] for ref in _refs(value)]) if any(True for _ in _refs(value)) else CONSTANT_TERMS
-        )
+        return _joined([known[ref.number] for ref in refs]) if (refs := _refs(value)) else CONSTANT_TERMS
 
     everything = _joined([known[ref.number] for ref in _refs((call.args, call.kwargs))])
     if everything is None:
@@ -611,11 +602,8 @@ def _terms_of(name: str, call: CombinationCall, known: Sequence[Terms | None]) -
     if name == "full":  # `torch.tensor(len(x))` is recorded as this
         return of(call.args[1])
     if name in LINEAR:
-        rest = (call.args[1:], call.kwargs)
-        return (
-            everything if _joined([known[ref.number] for ref in _refs(rest)]) in (frozenset(), CONSTANT_TERMS) else None
-        )
-    is_plain = not any(True for _ in _refs(call.kwargs)) and not (name in QUOTIENTS and call.kwargs)
+        return everything if of((call.args[1:], call.kwargs)) == CONSTANT_TERMS else None
+    is_plain = not _refs(call.kwargs) and not (name in QUOTIENTS and call.kwargs)
     if name in (SUMS | PRODUCTS | QUOTIENTS) and len(call.args) == 2 and is_plain:
         left, right = map(of, call.args)
         if left is None or right is None:
@@ -631,12 +619,7 @@ def _terms_of(name: str, call: CombinationCall, known: Sequence[Terms | None]) -
 
 
 def _joined(terms: Sequence[Terms | None]) -> Terms | None:
-    joined: Terms = frozenset()
-    for one in terms:
-        if one is None:
-            return None
-        joined |= one
-    return joined
+    return None if None in terms else frozenset[tuple[int, int]]().union(*terms)  # type: ignore[arg-type]
 
 
 def _product(left: Terms, right: Terms) -> Terms | None:

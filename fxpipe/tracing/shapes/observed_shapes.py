@@ -344,11 +344,10 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _fit_affine(numbers: Sequence[int], sizes: Sequence[int]) -> FittedSize:
-    slope, rest = divmod(sizes[1] - sizes[0], numbers[1] - numbers[0])
-    offset = sizes[0] - slope * numbers[0]
-    if rest or any(size != slope * number + offset for number, size in zip(numbers, sizes, strict=True)):
+    formula = simplest_formula([*zip(numbers, sizes, strict=True)])
+    if formula is None or formula.divisor != 1:
         raise _NoFormula(f"it makes {' and '.join(f'[{size}]' for size in sizes)}")
-    return FittedSize(lambda n: n * slope + offset if slope else offset)
+    return FittedSize(formula.at)
 
 
 def _fit_to(columns: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> FittedSize:

@@ -108,6 +108,7 @@ class _Knowledge:
     # They read a number from a value, so that sizes of their results may depend on values (`t[:n]`).
     value_dependent_nodes: set[fx.Node] = field(default_factory=set)
     baked: set[fx.Node] = field(default_factory=set)  # functions that fix the batch size
+    fixing: dict[fx.Node, None] = field(default_factory=dict)  # nodes that hold for the example's batch size only
     observed: list[Observation] = field(default_factory=list)
     lengths: dict[fx.Node, Any] = field(default_factory=dict)  # formulas for the results of nodes in dynamic sizes
     _inputs: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
@@ -288,7 +289,14 @@ class SymbolicRun:
             if not {*self.dynamic.values()}.isdisjoint(fixed):
                 self.known.unknown_nodes[node] = _BakesSizeError()
                 raise _RetryError
+        if not {*self.symbols.values()}.isdisjoint(fixed) and self._may_fix(node):
+            self.known.fixing[node] = None
+            self.known.unknown_nodes[node] = _BakesSizeError()
+            raise _RetryError
         return value
+
+    def _may_fix(self, node: fx.Node) -> bool:
+        return self.traced.is_for_one_size and self.traced.is_recorded and node not in self.known.fixing
 
     def _run(self, node: fx.Node) -> Any:
         if node.target is not F.interpolate:
@@ -329,7 +337,7 @@ class SymbolicRun:
 
     def _seen(self, node: fx.Node) -> Any:
         """Returns the result of a node as observed in real runs."""
-        groups = self._groups(node)
+        groups = [] if self.known.fixing else self._groups(node)
         candidates = [place for group in groups for place in group]
         observation = self.known.observation(node, candidates)
         if observation is None:
@@ -366,6 +374,9 @@ class SymbolicRun:
         try:
             self.known.observed.append(observe_shapes(self.traced, self.values, self.dims, groups, node))
         except TraceError as error:
+            if self._may_fix(node):
+                self.known.fixing[node] = None
+                return
             why = self.known.unknown_nodes.pop(node, None)
             if isinstance(why, _BakesSizeError):
                 self.known.baked.add(node)

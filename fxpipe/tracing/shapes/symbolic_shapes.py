@@ -109,10 +109,11 @@ def add_shapes(
     of_values = [read for read in traced.size_reads if depends_on_values(traced, read)]
     of_batch = [read for read in traced.size_reads if not depends_on_values(traced, read)]
     # A condition on dynamic sizes as well as on the batch size belongs to `traced.dynamic`.
-    of_batch = [read for read in of_batch if not _is_dynamic(run, full_formula, read, example.keys())]
+    of_batch = [read for read in of_batch if example.keys().isdisjoint(_symbols_of(run, full_formula, read))]
     conditions = [read for r in of_batch if (read := batch_condition(traced, r)) is not None]
-    if traced.is_for_one_size:
-        where = f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
+    if traced.is_for_one_size and (run.known.fixing or not traced.is_recorded):
+        unknown = f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
+        where = next((info(node).source for node in run.known.fixing), unknown)
         conditions.append(SizeCondition(sympy.Eq(traced.batch, traced.batch_of(values)), where))
     layouts = _layout_conditions(run, full_formula)
     conditions += [c for c in layouts if c.condition.free_symbols == {traced.batch}]
@@ -129,6 +130,8 @@ def add_shapes(
         not_followed=next((read.where for read in of_batch if is_not_followed(read)), ""),
     )
     traced = with_out_dims(traced, out_dims)
+    if not (sure or traced.is_whole or any(how is not None for how in traced.out_dims)):
+        _refuse_fixed_batch(traced, asked, run)  # each micro-batch would compute the mini-batch
     traced = replace(traced, left_attribute_dims=left_dims(traced), uneven_outputs=uneven_outputs(traced))
     _fold_fixed_sizes(traced)
     return traced
@@ -252,14 +255,13 @@ def _dynamic_sizes(
     conditions = [SizeCondition(s >= 2, "torch, for which 0 and 1 are sizes of their own") for s in symbols]
     for read in traced.size_reads:
         is_of_values = any(isinstance(o, fx.Node) and o in run.known.value_dependent_nodes for o in read.operands)
-        operands = list(map(formula, _operand_values(run, read)))
-        met = {s for operand in operands for s in operand.free_symbols} & symbols.keys()
+        met = _symbols_of(run, formula, read) & symbols.keys()
         if not met or is_of_values:
             continue
         if read.function not in SIZE_RELATIONS and read.function not in PIECES and read.function is not bool:
             dims = frozenset(symbols[s] for s in met)
             raise FixedSizeError(f"forward takes its size as a plain number at {read.where}", dims)
-        conditions.append(SizeCondition(relation(read, operands), read.where))
+        conditions.append(SizeCondition(relation(read, [*map(formula, _operand_values(run, read))]), read.where))
     _refuse_other_layouts(run, formula, symbols)
     conditions += [c for c in _layout_conditions(run, formula) if c.condition.free_symbols & symbols.keys()]
     for guard in run.guards:
@@ -297,11 +299,8 @@ def _refuse_other_layouts(
             )
 
 
-def _is_dynamic(
-    run: SymbolicRun, formula: Callable[[Any], sympy.Expr], read: SizeRead, symbols: Collection[sympy.Symbol]
-) -> bool:
-    operands = map(formula, _operand_values(run, read)) if symbols else ()
-    return any(not operand.free_symbols.isdisjoint(symbols) for operand in operands)
+def _symbols_of(run: SymbolicRun, formula: Callable[[Any], sympy.Expr], read: SizeRead) -> set[sympy.Symbol]:
+    return {symbol for size in map(formula, _operand_values(run, read)) for symbol in size.free_symbols}
 
 
 def _operand_values(run: SymbolicRun, read: SizeRead) -> list[Any]:
@@ -314,26 +313,30 @@ def _operand_values(run: SymbolicRun, read: SizeRead) -> list[Any]:
 
 def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> tuple[int | None, ...]:
     """Returns the batch dimension of each input, or None. Raises `ArgumentError` if there is no batch."""
-    symbols, fixed_by, env = run.symbols, run.fixed_by, run.env
-    if traced.is_whole and not symbols:
+    if traced.is_whole and not run.symbols:
         return (None,) * len(traced.leaves)
-    free = {place: size for place, s in symbols.items() if (size := env.replace(s)).free_symbols}
-    if not free or (sure and len(free) < len(symbols)):
-        lines = [
-            f"{traced.leaves[place].path} (size {traced.leaves[place].shape[asked[place]]}, fixed by "  # type: ignore[index]
-            f"{fixed_by[s].name} at {info(fixed_by[s]).source})"
-            for place, s in symbols.items()
-            if s in fixed_by
-        ]
-        if lines:
-            raise ArgumentError(
-                "the batch size cannot vary: " + "; ".join(lines) + "; let forward take the size from its input "
-                "(x.shape[0]), or name another batch dimension with in_dims"
-            )
+    free = {place for place, s in run.symbols.items() if run.env.replace(s).free_symbols}
+    if not free or (sure and len(free) < len(run.symbols)):
+        _refuse_fixed_batch(traced, asked, run)
     common_batch_size(
         [(traced.leaves[p].path, traced.leaves[p].shape[asked[p]] // rows_per_sample(asked[p])) for p in free]  # type: ignore[index]
     )
     return tuple(asked[place] if place in free else None for place in range(len(traced.leaves)))
+
+
+def _refuse_fixed_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun) -> None:
+    """Raises `ArgumentError` if a node fixed a size that may be the number of samples."""
+    lines = [
+        f"{traced.leaves[place].path} (size {traced.leaves[place].shape[asked[place]]}, fixed by "  # type: ignore[index]
+        f"{run.fixed_by[s].name} at {info(run.fixed_by[s]).source})"
+        for place, s in run.symbols.items()
+        if s in run.fixed_by
+    ]
+    if lines:
+        raise ArgumentError(
+            "the batch size cannot vary: " + "; ".join(lines) + "; let forward take the size from its input "
+            "(x.shape[0]), or name another batch dimension with in_dims"
+        )
 
 
 def _fold_fixed_sizes(traced: Traced) -> None:

@@ -132,7 +132,7 @@ def _sample_of(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[
         if not _may_hold(traced, batch, lengths):
             continue
         sample = resize(traced, take_samples(traced, leaves, 0, batch), lengths)
-        if traced.guards is None or traced.guards.hold(traced, sample, traced.seed):
+        if traced.guards_hold(sample, traced.seed):
             return sample
     return None
 

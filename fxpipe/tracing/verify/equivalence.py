@@ -36,10 +36,10 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record import module_hooks as hooks
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
 from fxpipe.tracing.record.patches import replaced
-from fxpipe.tracing.tensors import detached, storage_of
+from fxpipe.tracing.tensors import detached, slice_samples, storage_of
 from fxpipe.tracing.traced import Traced, as_given, runs_python
 from fxpipe.tracing.verify.effects import Effects, GraphRun, ObservedEffects, RunResult, effects_of, observe_run
-from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
+from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.pytree import StructureError, leaves_by_structure, preserve_objects
 
 # elements compared at the same time: allocating larger temporaries takes longer than filling them
@@ -49,26 +49,6 @@ COMPARED_AT_ONCE = 1 << 18
 def take_samples(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
     """Returns samples start..stop of flattened inputs; repeats from the first after the last."""
     return slice_samples(leaves, traced.in_dims, start, stop)
-
-
-def slice_samples(leaves: Sequence[Any], dims: Sequence[int | None], start: int, stop: int) -> list[Any]:
-    """Returns samples start..stop of inputs that hold the batch in `dims`; see `take_samples`."""
-
-    def part(leaf: torch.Tensor, dim: int) -> torch.Tensor:
-        size, rows = leaf.shape[dim], rows_per_sample(dim)
-        first, last = start * rows, stop * rows
-        if last <= size:
-            piece = leaf.narrow(dim, first, last - first)
-            return piece.contiguous() if leaf.is_contiguous() else piece
-        again, over = divmod(last, size)
-        parts = [leaf.narrow(dim, first, size - first), *[leaf] * (again - 1), leaf.narrow(dim, 0, over)]
-        order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)  # memory order, which `cat` does not preserve
-        whole = torch.cat([one.permute(order) for one in parts], order.index(dim))
-        return whole.permute([order.index(d) for d in range(leaf.dim())])
-
-    parts: dict[Any, torch.Tensor] = {}  # a tensor that is passed twice has one part
-    pairs = list(zip(leaves, dims, strict=True))
-    return [leaf if dim is None else parts.setdefault((id(leaf), dim), part(leaf, dim)) for leaf, dim in pairs]
 
 
 def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> Traced:
@@ -209,7 +189,7 @@ def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int) -> li
     batch = traced.batch_of(leaves)
     for start in (0, batch - size) if size < batch else (0,):
         sample = take_samples(traced, leaves, start, start + size)
-        if traced.guards is None or traced.guards.hold(traced, sample, traced.seed):
+        if traced.guards_hold(sample, traced.seed):
             with contextlib.suppress(DecisionError):
                 if expectations_of(traced):
                     watch_seeded(traced, sample)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import sympy
@@ -38,7 +37,7 @@ from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects, running_statistics
-from fxpipe.tracing.verify.equivalence import agrees_at_size, excuse_reads, is_roughly_close, take_samples
+from fxpipe.tracing.verify.equivalence import agrees_at_size, excuse_reads, is_roughly_close
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.pytree import flatten
@@ -56,14 +55,12 @@ MADE_DETERMINISTIC = frozenset((*_DROPOUTS, *_WITH_DROPOUT, *_BATCH_NORMS))
 
 
 class OtherMicroBatchesError(CannotRecord):
-    def __init__(self, traced: Traced, leaves: Sequence[Any], sizes: Collection[int]):
-        super().__init__(_failure_message(traced, traced.batch_of(leaves), sizes), is_final=True)
-        self.traced, self.sizes = traced, frozenset(sizes)
+    def __init__(self, traced: Traced, sizes: Sequence[int], message: str = ""):
+        super().__init__(message or _failure_message(traced, sum(sizes), {*sizes}), is_final=True)
+        self.traced, self.sizes = traced, sizes
 
 
-def holds_for_micro_batches(
-    traced: Traced, leaves: Sequence[Any], sizes: Collection[int], is_told: bool = False
-) -> bool:
+def holds_for_micro_batches(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int], is_told: bool = False) -> bool:
     """Returns whether the graph holds for these inputs in micro-batches of these sizes, and caches the result.
 
     `is_told`: the user gives `out_dims`, so the outputs need not be compared with the mini-batch's.
@@ -88,10 +85,7 @@ def holds_for_micro_batches(
 
 
 def must_compare_micro_batches(traced: Traced) -> bool:
-    """Returns whether the outputs of micro-batches must be compared with the mini-batch's in each step.
-
-    True if plain numbers in the graph belong to a micro-batch size, or if conditions fail for a few samples.
-    """
+    """Returns whether plain numbers of the graph may belong to a size, or conditions fail for a few samples."""
     return bool(traced.recorded_sizes) or not all(map(traced.holds_at, FEW_SIZES))
 
 
@@ -102,20 +96,13 @@ def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] =
             excuse_reads(traced, leaves, size)
 
 
-def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool:
+def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Returns whether `parts`, the graph of micro-batches of these sizes, may run instead of the mini-batch's."""
-    excuse_sizes(parts, leaves, sizes)
-    guards_hold = parts.guards is None or parts.guards.hold(parts, leaves, parts.seed)
-    return guards_hold and all(map(parts.holds_at, sizes)) and bool(_give_same_outputs(whole, parts, leaves, sizes))
+    excuse_sizes(parts, leaves, {*sizes})
+    return all(map(parts.holds_at, sizes)) and bool(_give_same_outputs(whole, parts, leaves, sizes))
 
 
-def refuse_uneven(traced: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> None:
-    """Raises `ArgumentError` if micro-batches do not return as many rows as the mini-batch."""
-    batch = traced.batch_of(leaves)
-    traced.refuse_uneven_outputs(batch, [stop - start for start, stop in _micro_batch_bounds(batch, sizes)])
-
-
-def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool | None:
+def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool | None:
     """Returns whether the joined outputs of `parts` on micro-batches equal the outputs of `whole`; None if unknown."""
     batch = whole.batch_of(leaves)
     have = (parts.in_dims, parts.out_dims, parts.out_spec)
@@ -123,34 +110,26 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
         return False
     if "stack" in whole.out_dims or not (can_run_deterministically(whole) and can_run_deterministically(parts)):
         return None
-    cuts = _micro_batch_bounds(batch, sizes)
-    try:
-        with preserve_state(whole.model):
-            want = run_deterministically(whole, take_samples(whole, leaves, 0, batch))
-            of_parts = [run_deterministically(parts, take_samples(parts, leaves, *cut)) for cut in cuts]
-    except Exception:
-        return None
-    weights = [(stop - start) / batch for start, stop in cuts]
-    values = zip(parts.handed_out_dims, *of_parts, strict=True)
-    joined = [_join_outputs(values_of_parts, dim, weights) for dim, *values_of_parts in values]
-    return all(map(is_roughly_close, _outputs(whole, want), _outputs(parts, joined)))
+    weights = [size / batch for size in sizes]
+    for is_opened in (False, True):
+        try:
+            with preserve_state(whole.model):
+                want = run_deterministically(whole, leaves, is_opened)
+                cuts = parts.micro_batches(leaves, sizes)
+                of_parts = [run_deterministically(parts, part, is_opened) for part in cuts]
+        except Exception:
+            return None
+        values = zip(parts.handed_out_dims, *of_parts, strict=True)
+        joined = [_join_outputs(values_of_parts, dim, weights) for dim, *values_of_parts in values]
+        if not all(map(is_roughly_close, _outputs(whole, want), _outputs(parts, joined))):
+            return False
+    return True
 
 
 def _outputs(traced: Traced, handed_out: Sequence[Any]) -> list[Any]:
     """Returns the outputs, combined from pieces if needed."""
     combined = {one.output: one.of(handed_out) for one in traced.combinations}
     return [combined.get(place, handed_out[place]) for place in range(len(traced.outputs))]
-
-
-def _micro_batch_bounds(batch: int, sizes: Collection[int]) -> list[tuple[int, int]]:
-    """Returns the bounds of micro-batches of these sizes, larger ones first, with at least one of each size."""
-    least, most = min(sizes), max(sizes)
-    count = batch // most + 1 if most > least else -(-batch // most)
-    larger = batch - least * count if most > least else count
-    bounds = [0]
-    for number in range(count):
-        bounds.append(bounds[-1] + (most if number < larger else least))
-    return [*pairwise(bounds)]
 
 
 def _join_outputs(parts: Sequence[Any], dim: int | str | None, weights: Sequence[float]) -> Any:
@@ -163,6 +142,14 @@ def _join_outputs(parts: Sequence[Any], dim: int | str | None, weights: Sequence
     return sum(parts[1:], parts[0])
 
 
+def values_differ_message(parts: Traced) -> str:
+    reads = "; ".join(map(str, parts.guards.guards if parts.guards is not None else ()))
+    return (
+        f"forward reads values that differ between micro-batches ({reads}, in the first), and each needs a graph; "
+        "pass the micro-batches (forward_backward(micro_batches=...)), use chunks=1, or read them before the model"
+    )
+
+
 def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
     failing = [(s, r) for s in sizes for r in traced.batch_conditions if not r.holds(s)]
     failing += [(s, r) for s in sizes for r in traced.failing_conditions(s)]
@@ -173,11 +160,12 @@ def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
             "choose the batch size and chunks so that those stay together (chunks=1)"
         )
     if not failing:
+        lines = [read.where for reads in (traced.size_reads, traced.batch_conditions) for read in reads]
         return (
-            f"what forward computes with the batch size (as in {_first_size_line(traced)}) is another number in "
-            f"micro-batches of {' and '.join(map(str, sorted(sizes)))}, and what these make is, put together, not what "
-            f"the model makes of the mini-batch of {batch}; use chunks=1, or take the batch size out of what forward "
-            "computes"
+            f"what forward computes with the batch size (as in {[*lines, 'len(x), range(len(x))'][0]}) is another "
+            f"number in micro-batches of {' and '.join(map(str, sorted(sizes)))}, and what these make is, put "
+            f"together, not what the model makes of the mini-batch of {batch}; use chunks=1, or take the batch size "
+            "out of what forward computes"
         )
     size, read = failing[0]
     condition = read.condition.xreplace({symbol: sympy.Integer(n) for symbol, n in traced.dynamic.example})
@@ -189,11 +177,6 @@ def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
         f"{batch}, not for micro-batches of {size}, and these do not make what the model makes of the mini-batch; "
         f"{remedy}batches for which it is the same, or take the size out of what forward computes"
     )
-
-
-def _first_size_line(traced: Traced) -> str:
-    places = [read.where for reads in (traced.size_reads, traced.batch_conditions) for read in reads]
-    return next(iter(places), "len(x), range(len(x))")
 
 
 # -- runs without dropout, and with the running statistics of batch norm -----------------------------------------------
@@ -215,11 +198,11 @@ def can_run_deterministically(traced: Traced) -> bool:
             continue
         if info(node).is_random and node.target not in (*_DROPOUTS, *_WITH_DROPOUT):
             return False
-    return not traced.carried_state
+    return traced.carried_state.keys().isdisjoint(str(n.target) for n in traced.graph.nodes if n.op == "get_attr")
 
 
-def run_deterministically(traced: Traced, sample: Sequence[Any]) -> list[Any]:
-    """Returns the values that a micro-batch with these samples returns."""
+def run_deterministically(traced: Traced, sample: Sequence[Any], is_opened: bool = False) -> list[Any]:
+    """Returns the values that a micro-batch returns. `is_opened`: with parameters that hide nothing (`opened`)."""
     # Only opaque Python may compute gradients inside.
     grad = any(info(node).opaque is not None for node in traced.nodes)
 
@@ -229,6 +212,7 @@ def run_deterministically(traced: Traced, sample: Sequence[Any]) -> list[Any]:
     def attribute(node: fx.Node) -> torch.Tensor:
         tensor = attribute_tensor(traced, node)
         held = tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
+        held = opened(held) if is_opened and isinstance(tensor, torch.nn.Parameter) else held
         return held.requires_grad_(grad and tensor.requires_grad)
 
     def work(node: fx.Node, values: NodeValues) -> Any:
@@ -240,6 +224,18 @@ def run_deterministically(traced: Traced, sample: Sequence[Any]) -> list[Any]:
     for _ in run_nodes([*traced.graph.nodes], values, placeholder, attribute, work, keep):
         pass
     return [values[one] if isinstance(one, fx.Node) else one for one in traced.handed_out]
+
+
+def opened(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a parameter with its zeros replaced, or all elements if they are tiny (a layer scale)."""
+    if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.numel() == 0:
+        return tensor
+    is_tiny = not max(map(abs, torch.aminmax(tensor))) > 1e-2
+    if not is_tiny and tensor.numel() - int(tensor.count_nonzero()) <= 1e-5 * tensor.numel():
+        return tensor
+    closed = torch.ones_like(tensor, dtype=torch.bool) if is_tiny else tensor == 0
+    other = 0.3 + torch.arange(int(closed.sum()), device=tensor.device).remainder(7) / 10
+    return tensor.masked_scatter(closed, other.to(tensor.dtype))
 
 
 def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
@@ -283,7 +279,7 @@ def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def recheck_micro_batches(
-    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], is_told: bool
+    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int], is_told: bool
 ) -> bool:
     """Returns whether the graph holds for these inputs in micro-batches of these sizes; see `holds_for_micro_batches`.
 
@@ -291,7 +287,7 @@ def recheck_micro_batches(
     """
     with checking_mode(traced, args, kwargs) as leaves:
         if traced.holds_for(traced.batch_of(leaves), (), traced.dynamic.lengths_of(leaves)):
-            refuse_uneven(traced, leaves, sizes)
+            traced.refuse_uneven_outputs(traced.batch_of(leaves), sizes)
         return holds_for_micro_batches(traced, leaves, sizes, is_told)
 
 

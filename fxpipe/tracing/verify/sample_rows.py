@@ -46,6 +46,7 @@ from fxpipe.tracing.verify.micro_batch_sizes import (
     MADE_DETERMINISTIC,
     can_run_deterministically,
     excuse_sizes,
+    opened,
     run_deterministic_node,
 )
 from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
@@ -319,9 +320,7 @@ class _SideBySide:
         if is_reversed or self.mode == "equal":
             change = _in_reverse if is_reversed else _first_for_all
             samples = [change(leaf, dim) for leaf, dim in zip(samples, dims, strict=True)]
-        self.samples, start = [samples], 0
-        for size in self.parts:
-            self.samples.append(take_samples(self.traced, samples, start, start := start + size))
+        self.samples = [samples, *self.traced.micro_batches(samples, self.parts)]
         keep = [node for _, node, _ in _claims(self.traced)]
         with preserve_state(self.traced.model):
             torch.manual_seed(0)
@@ -349,7 +348,7 @@ class _SideBySide:
         parameter = tensor.detach()
         if is_parameter and self.mode != "plain":
             if node not in self.opened_parameters:
-                self.opened_parameters[node] = _opened(parameter)
+                self.opened_parameters[node] = opened(parameter)
             parameter = self.opened_parameters[node]
         held = [parameter if is_parameter else parameter.clone() for _ in self.samples]
         return [one.detach().requires_grad_(self.has_python and tensor.requires_grad) for one in held]
@@ -706,18 +705,6 @@ def _moved(value: Any, seed: int) -> Any:
     finite = value.double().nan_to_num(0.0, 0.0, 0.0)
     scale = float(finite.std(correction=0)) or float(finite.abs().mean()) or 1.0
     return value.nan_to_num(0.0, 0.0, 0.0) + (scale * noise).to(value.dtype)  # an observer starts at infinity
-
-
-def _opened(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a parameter with its zeros replaced, or all elements if they are tiny (a layer scale)."""
-    if not _is_float(tensor) or tensor.numel() == 0:
-        return tensor
-    is_tiny = not max(map(abs, torch.aminmax(tensor))) > 1e-2
-    if not is_tiny and tensor.numel() - int(tensor.count_nonzero()) <= 1e-5 * tensor.numel():
-        return tensor
-    closed = torch.ones_like(tensor, dtype=torch.bool) if is_tiny else tensor == 0
-    other = 0.3 + torch.arange(int(closed.sum()), device=tensor.device).remainder(7) / 10
-    return tensor.masked_scatter(closed, other.to(tensor.dtype))
 
 
 def _holds_integers(leaf: torch.Tensor) -> bool:

@@ -24,7 +24,6 @@ import torch
 from fxpipe._torch.autograd import backward_id, suspend_hooks
 from fxpipe._torch.module_internals import module_flags
 from fxpipe.errors import DecisionError, TraceError
-from fxpipe.tracing.cache_key import tensors_match
 from fxpipe.tracing.interpreter import copy_as_leaf
 from fxpipe.tracing.model_state import (
     container_tensors,
@@ -206,12 +205,8 @@ def _states_differ(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.T
 
 def _graph_holds(traced: Traced, sample: Sequence[Any]) -> bool:
     """Returns whether forward, with the model's current state, matches the graph on these samples."""
-    return (
-        module_flags(traced.model) == traced.flags
-        and tensors_match(traced.attributes)
-        and traced.python_state.holds()
-        and (traced.guards is None or traced.guards.hold(traced, sample, traced.seed))
-    )
+    is_of_model = module_flags(traced.model) == traced.flags and traced.holds_for_model()
+    return is_of_model and traced.guards_hold(sample, traced.seed)
 
 
 def _gradients_of_model(
