@@ -50,6 +50,7 @@ class RankGradients:
         self._reduction: GradientReduction | None = None
         self._sums: dict[StageParameter, torch.Tensor] = {}
         self._late: set[StageParameter] = set()  # gradients summed after the step
+        self._mixed: set[StageParameter] = set()  # gradients that are sparse on some replicas and dense on others
         self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and sums over replicas of `.grad`
 
     def _trained(self) -> dict[str, torch.Tensor]:
@@ -95,10 +96,16 @@ class RankGradients:
         """Replaces gradients with their sums over replicas."""
         if self._reduction is None:
             return
-        of_rank = [of_replica[self._group.rank].gradients for of_replica in reports]
+        by_rank = [[one.gradients for one in of_rank] for of_rank in zip(*reports, strict=True)]
+        self._mixed = set[StageParameter]().union(*map(mixed_gradients, by_rank))
+        of_rank = by_rank[self._group.rank]
+        own = of_rank[self._group.replica].sparse & self._mixed
+        sparse = {(name, j): step.totals[j].sums.pop(name) for name, j in own}
+        if mixed_gradients(of_rank):
+            sparse = self._replicas.sum_late(sparse)
         for (name, j), value in self._sums.items():
             if not all((name, j) in one.missing for one in of_rank):
-                step.totals[j].sums[name] = value
+                step.totals[j].sums[name] = value + sparse[name, j] if (name, j) in sparse else value
         self._replicas.note_unreducible(key for one in of_rank for key in one.sparse)
         self._sums = {}
         if self._replicas.has_unsynced:
@@ -123,7 +130,8 @@ class RankGradients:
         everybody = [report for of_replica in reports for report in of_replica]
         if not any(report.gradients.late or report.loss_parameters for report in everybody):
             return {}
-        late = self._late = {key for report in reports[self._group.replica] for key in report.gradients.late}
+        late = {key for report in reports[self._group.replica] for key in report.gradients.late} - self._mixed
+        self._late = late
         gradients: dict[Any, torch.Tensor | None] = {}
         for name in self.trained:
             stages = [j for j in self._transfers.stages_of.get(name, ()) if (name, j) in late]
@@ -199,6 +207,12 @@ class RankGradients:
 
     def _wait_for_hooks(self) -> None:
         self._group.everybody(None, "the hooks on gradients")
+
+
+def mixed_gradients(reports: Sequence[GradientReport]) -> set[StageParameter]:
+    """Returns the gradients of a rank that are sparse on some replicas and dense on others."""
+    sparse = {key for one in reports for key in one.sparse}
+    return {key for key in sparse if not all(key in one.missing for one in reports)}
 
 
 def parameters_of_loss(step: Step) -> list[tuple[nn.Parameter, torch.Tensor, int]]:

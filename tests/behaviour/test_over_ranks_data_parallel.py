@@ -352,6 +352,46 @@ def test_sparse_gradients_other_graphs_and_parameters_of_the_loss_are_summed_ove
         torch.testing.assert_close(value, model.seen)
 
 
+class TableTwice(nn.Module):
+    """Uses a table with sparse gradients as a weight, too, where it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, ids, way=0):
+        x = self.table(ids)
+        return self.last(torch.tanh(x @ self.table.weight.t()) @ self.table.weight if way else x)
+
+
+def sparse_here_and_dense_there(mesh):
+    replica = square_mesh()["data"].get_local_rank()
+    torch.manual_seed(0)
+    model, (ids, t) = TableTwice(), winding_batch(0, replica, 0)
+    pipe = pipe_of(model, ids, chunks=2, balance=["table"])
+    results = []
+    for ways in ((0, 1), (1, 1), (0, 0)):
+        pipe.forward_backward(ids, ways[replica], target=t, loss_fn=F.mse_loss)
+        results.append(gradients_of(pipe.named_parameters()))
+        pipe.zero_grad()
+    return results
+
+
+def test_a_gradient_that_is_sparse_on_one_replica_and_dense_on_another_is_summed(four_ranks):
+    results = four_ranks.run(sparse_here_and_dense_there)
+    torch.manual_seed(0)
+    model = TableTwice()
+    for step, ways in enumerate(((0, 1), (1, 1), (0, 0))):
+        model.zero_grad()
+        for replica, way in enumerate(ways):
+            ids, t = winding_batch(0, replica, 0)
+            (F.mse_loss(model(ids, way), t) * len(ids) / sum(SIZES)).backward()
+        expected = gradients_of(model.named_parameters())
+        for of_rank in results:
+            for name, gradient in of_rank[step].items():
+                torch.testing.assert_close(gradient, expected[name])
+
+
 class OwnLoss(nn.Module):
     """Takes the loss itself, a mean over the tokens that are not 0, and returns it beside its output."""
 
