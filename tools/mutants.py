@@ -903,7 +903,7 @@ SIMULATION = (
         "unit/simulation/test_simulate_schedule.py::test_bubble_is_n_minus_1_of_m_plus_n_minus_1",
     ),
     Mutant(
-        "simulation/stream_simulation.py",
+        "simulation/__init__.py",
         "if window.first < t <= window.last:",
         "if window.first <= t <= window.last:",
         "unit/simulation/test_stream_simulation.py::test_equal_stages_take_forward_backward_and_update_for_each_mini_batch",
@@ -1717,8 +1717,8 @@ PLANS = (
     ),
     Mutant(
         "planning/plans/retarget.py",
-        "    return fixed + (seconds - fixed) * times",
-        "    return seconds * times",
+        "return max(0.0, known + float(formula.value(self.after) - formula.value(self.before)))",
+        "return known * self._times",
         "unit/planning/tuning/test_tuner.py::test_a_tiny_first_mini_batch_does_not_bind_later_ones",
     ),
     Mutant(
@@ -2150,8 +2150,372 @@ DISTRIBUTED = (
     ),
 )
 
+INSPECT = (
+    Mutant(
+        "inspect/cli_options.py",
+        "if least is not None and most is not None and least > most:",
+        "if least is not None and most is not None and least >= most:",
+        "cli/test_inspect_sizes.py::test_options_are_read",
+    ),
+    Mutant(
+        "inspect/cli_options.py",
+        "return name, int(device) if device.isdecimal() else device",
+        "return name, device",
+        "cli/test_inspect.py::test_parse_pin",
+    ),
+    Mutant(
+        "inspect/cli_options.py",
+        "        if name in values:\n",
+        "        if False:\n",
+        "cli/test_inspect_targets.py::test_refusals_of_planning_name_the_option",
+    ),
+    Mutant(
+        "inspect/cli_options.py",
+        "other = taken.setdefault(path.resolve(), option)",
+        "other = taken.setdefault(path, option)",
+        "cli/test_inspect_files.py::test_places_are_looked_at_before_the_work",
+    ),
+    Mutant(
+        "inspect/cli_options.py",
+        "return len(devices) if are_here else max(len(devices), usual)",
+        "return max(len(devices), usual)",
+        "cli/test_inspect_sweep.py::test_devices_of_a_sweep",
+    ),
+    Mutant(
+        "inspect/cli_options.py",
+        "shared = None if own.adapters_per_node is None else min(size, own.adapters_per_node)",
+        "shared = own.adapters_per_node",
+        "cli/test_inspect_sweep.py::test_devices_of_a_sweep",
+    ),
+    Mutant(
+        "inspect/targets.py",
+        'below = 2 if shape.dtype == "bool" else integers_below',
+        "below = integers_below",
+        "cli/test_inspect_targets.py::test_integers_below_a_vocabulary_and_inputs_without_values",
+    ),
+    Mutant(
+        "inspect/targets.py",
+        'where, _, name = text.rpartition(":")',
+        'where, _, name = text.partition(":")',
+        "cli/test_inspect.py::test_parse_target",
+    ),
+    Mutant(
+        "inspect/step_summary.py",
+        "return (0.0 if not limit else peaks[device] / limit, peaks[device])",
+        "return (peaks[device], 0.0)",
+        "cli/test_inspect_sweep.py::test_the_device_that_is_closest_to_its_limit_is_told",
+    ),
+    Mutant(
+        "inspect/step_summary.py",
+        "key=lambda row: -row.parts.total / (row.limit or 1)",
+        "key=lambda row: row.parts.total / (row.limit or 1)",
+        "cli/test_inspect_sweep.py::test_of_many_devices_those_are_shown_that_hold_most",
+    ),
+    Mutant(
+        "inspect/plan_text.py",
+        "rows.sort(key=lambda same: -same[0].bytes)",
+        "rows.sort(key=lambda same: same[0].bytes)",
+        "unit/inspect/test_stage_graph.py::test_the_largest_portals_are_listed_and_the_others_counted",
+    ),
+    Mutant(
+        "inspect/style.py",
+        "count = int(seconds / step * (1 + 1e-9))",
+        "count = int(seconds / step) + 1",
+        "unit/inspect/test_gantt.py::test_nothing_is_cut_off_and_no_text_covers_another",
+    ),
+    Mutant(
+        "inspect/style.py",
+        "return INK if contrast(INK, fill) >= contrast(PAPER, fill) else PAPER",
+        "return INK",
+        "unit/inspect/test_scene.py::test_letters_are_legible_on_every_colour",
+    ),
+    Mutant(
+        "inspect/style.py",
+        "        tail = kept // 2\n",
+        "        tail = 0\n",
+        "unit/inspect/test_scene.py::test_a_text_is_shortened_in_its_middle",
+    ),
+    Mutant(
+        "inspect/svg.py",
+        '.replace(\'"\', "&quot;")',
+        "",
+        "unit/inspect/test_scene.py::test_any_text_stays_text",
+    ),
+    Mutant(
+        "inspect/scene.py",
+        "back = next((p for p in (curve.control[1], curve.control[0], curve.start) if p != curve.end), (x - 1, y))",
+        "back = curve.start",
+        "unit/inspect/test_scene.py::test_an_arrow_comes_from_the_last_control_point_that_is_not_its_end",
+    ),
+    Mutant(
+        "inspect/gantt.py",
+        "return frame.x(span.start), frame.x(span.start + span.receiving), frame.x(span.end)",
+        "return frame.x(span.start), frame.x(span.start), frame.x(span.end)",
+        "unit/inspect/test_gantt.py::test_what_a_device_copies_is_a_box_before_its_action",
+    ),
+    Mutant(
+        "inspect/perfetto.py",
+        '"ts": max(start, end - 1) / 1e3',
+        '"ts": end / 1e3',
+        "unit/inspect/test_gantt.py::test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory",
+    ),
+    Mutant(
+        "inspect/memory_chart.py",
+        "limit > FLAT_LIMIT_RATIO * peak else limit for limit in limits)",
+        "limit < FLAT_LIMIT_RATIO * peak else limit for limit in limits)",
+        "unit/inspect/test_gantt.py::test_a_limit_is_a_line_unless_it_would_flatten_the_curves",
+    ),
+    Mutant(
+        "inspect/memory_chart.py",
+        "(steps[0][0], max(size.total for _, size in steps))",
+        "(steps[0][0], steps[0][1].total)",
+        "unit/inspect/test_gantt.py::test_a_line_shows_the_most_of_each_grain",
+    ),
+    Mutant(
+        "inspect/json_document.py",
+        '"placement": [stage.rows[0] for stage in figures.stages]',
+        '"placement": list(plan.placement)',
+        "cli/test_shown_figures.py::test_the_report_has_the_stages_of_devices_whose_replicas_take_turns",
+    ),
+)
+
+OPTIONS = (
+    Mutant(
+        "planning/options/parse.py",
+        'if not isinstance(value, bool):\n        raise ArgumentTypeError(f"{name}={value!r}: expected True or False")',
+        "pass",
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/options/parse.py",
+        '(f"{letter}IB", 1024)',
+        '(f"{letter}IB", 1000)',
+        "unit/planning/options/test_pipeline_options.py::test_one_limit_for_all",
+    ),
+    Mutant(
+        "planning/options/parse.py",
+        "if not 1 <= number * unit < math.inf:",
+        "if not 0 <= number * unit < math.inf:",
+        "unit/planning/options/test_pipeline_options.py::test_what_is_no_limit_is_refused",
+    ),
+    Mutant(
+        "planning/options/parse.py",
+        "if by_name and len(entries) > stages - 1:",
+        "if by_name and len(entries) > stages:",
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/options/parse.py",
+        "if not by_name and len(entries) != stages:",
+        "if not by_name and len(entries) > stages:",
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/options/parse.py",
+        "    if len(places) != 1:\n",
+        "    if not places:\n",
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/options/parse.py",
+        "if not 0 <= value < len(workers):",
+        "if value >= len(workers):",
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/options/parse.py",
+        'if value.get("mode") in ("reduce-overhead", "max-autotune") or graphs:',
+        'if value.get("mode") in ("reduce-overhead", "max-autotune"):',
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/options/pipeline_options.py",
+        "if unknown := kwargs.keys() - names:",
+        "if unknown := set():",
+        "unit/planning/options/test_pipeline_options.py::test_another_keyword_is_refused_as_python_does",
+    ),
+    Mutant(
+        "planning/options/pipeline_options.py",
+        "if isinstance(value, (str, float, int)):\n        return bool(value == default)",
+        "if True:\n        return bool(value == default)",
+        "unit/planning/options/test_pipeline_options.py::test_what_is_left_out_is_never_compared_with_a_tensor",
+    ),
+    Mutant(
+        "planning/options/pipeline_options.py",
+        '"chunks": plan.chunks if isinstance(chunks, str) and chunks == AUTO else chunks,',
+        '"chunks": chunks,',
+        "unit/planning/options/test_pipeline_options.py::test_a_plan_brings_what_is_left_out",
+    ),
+    Mutant(
+        "planning/options/pipeline_options.py",
+        '"checkpoint": plan.checkpoint if checkpoint == AUTO else checkpoint,',
+        '"checkpoint": checkpoint,',
+        "unit/planning/options/test_pipeline_options.py::test_a_plan_brings_what_is_left_out",
+    ),
+    Mutant(
+        "planning/options/pipeline_options.py",
+        "if len(devices) % data:",
+        "if False:",
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/options/pipeline_options.py",
+        'pins = parse_pins("balance", balance, workers) | pins',
+        'pins = pins | parse_pins("balance", balance, workers)',
+        "unit/planning/options/test_pipeline_options.py::test_a_pin_goes_before_the_map_of_modules",
+    ),
+    Mutant(
+        "planning/options/pipeline_options.py",
+        'is_free = is_free and options["balance"] != "pipedream"  # its',
+        "is_free = is_free and True  # its",
+        "unit/planning/options/test_pipeline_options.py::test_stages_of_pipedream_have_a_device_each",
+    ),
+    Mutant(
+        "planning/options/pipeline_options.py",
+        'if plan.balance != "pipedream" or (set(plan.replicas) == {ranks} and not plan.turns):',
+        'if plan.balance != "pipedream" or set(plan.replicas) == {ranks}:',
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/options/stage_placement.py",
+        "    if stages % each:\n",
+        "    if False:\n",
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/options/stage_placement.py",
+        "if per_device is not None and table.stages != workers * per_device:",
+        "if False:",
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/options/stage_placement.py",
+        "if not any(action.kind is ActionKind.BACKWARD for action in actions):",
+        "if False:",
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/options/stage_placement.py",
+        "        if workers != accepted:\n",
+        "        if workers < accepted:\n",
+        "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
+    ),
+    Mutant(
+        "planning/entry.py",
+        "if stages is not None and stages != len(settings.placement):",
+        "if False:",
+        "unit/runtime/test_shared_devices.py::test_numbers_that_do_not_fit_together",
+    ),
+)
+
+PLANNING = (
+    Mutant(
+        "planning/cost_model.py",
+        "is_between_processes = settings.is_over_processes and",
+        "is_between_processes = settings.processes and",
+        "unit/planning/test_cost_model.py::test_cuts_are_compared_by_the_step_that_their_plan_will_have",
+    ),
+    Mutant(
+        "planning/choose.py",
+        "handling=MESSAGE_SECONDS if chain.is_relayed else 0.0",
+        "handling=0.0",
+        "unit/planning/test_cost_model.py::test_cuts_are_compared_by_the_step_that_their_plan_will_have",
+    ),
+    Mutant(
+        "profiling/flops.py",
+        "read = {id(t): t for t in _tensors_of((args, kwargs))}",
+        "read = {storage_of(t): t for t in _tensors_of((args, kwargs))}",
+        "unit/profiling/test_skip_matmul.py::test_one_node_of_a_kind_stands_for_others_as_a_tensor_of_its_own",
+    ),
+    Mutant(
+        "profiling/contention.py",
+        "return max(1.0, median(samples[workers]) / median(samples[1]))",
+        "return max(1.0, median(samples[1]) / median(samples[workers]))",
+        "unit/profiling/test_contention.py::test_the_factor_is_of_the_same_step_alone_and_together",
+    ),
+    Mutant(
+        "planning/cost_model.py",
+        "max(size, announced.get(symbol, size))",
+        "size",
+        "unit/planning/plans/test_plan_sizes.py::test_memory_limits_are_asked_at_the_largest_size",
+    ),
+    Mutant(
+        "planning/cost_model.py",
+        "// settings.row_devices.count(device)",
+        "",
+        "unit/planning/test_stage_devices.py::test_memory_at_hand_is_a_limit",
+    ),
+    Mutant(
+        "planning/cost_model.py",
+        "memory=None if memory is None else memory / placement.count(k)",
+        "memory=memory",
+        "unit/planning/test_choose.py::test_a_device_is_never_promised_twice",
+    ),
+    Mutant(
+        "planning/cost_model.py",
+        "state=versions + settings.optimizer_state",
+        "state=1 + settings.optimizer_state",
+        "unit/planning/plans/test_weight_versions.py::test_versions_count_in_the_limit_of_memory_and_the_error_tells_how_many",
+    ),
+    Mutant(
+        "planning/cost_model.py",
+        "maker, returns, users = writer, effects.alias[node] in with_gradient, [u for u in users if u > writer]",
+        "maker, users = writer, [u for u in users if u > writer]",
+        "unit/planning/test_cost_model.py::test_an_input_that_is_written_to_is_sent_by_the_stage_that_does_so",
+    ),
+    Mutant(
+        "planning/cost_model.py",
+        "            row[-1] += seconds\n",
+        "            pass\n",
+        "unit/profiling/test_loss_cost.py::test_the_cut_heeds_the_loss",
+    ),
+    Mutant(
+        "planning/choose.py",
+        "if all(whole is None or together <= whole for whole, together in zip(wholes, sums, strict=True)):",
+        "if True:",
+        "unit/planning/test_choose.py::test_a_device_is_never_promised_twice",
+    ),
+    Mutant(
+        "planning/choose.py",
+        "most = min(most, hardware.most_devices)",
+        "pass",
+        "unit/planning/test_choose.py::test_no_more_devices_are_tried_than_a_node_without_a_network_has",
+    ),
+    Mutant(
+        "planning/cut_problem.py",
+        "starts.update(traced.cut_mark_places)",
+        "pass",
+        "unit/planning/test_manual_cuts.py::test_marks_in_forward_end_stages",
+    ),
+    Mutant(
+        "planning/describe_cut.py",
+        "return tuple(round(part / total, _SHARE_DIGITS) for part in seconds) if total else ()",
+        "return tuple(round(part, _SHARE_DIGITS) for part in seconds) if total else ()",
+        "unit/planning/test_cost_model.py::test_shares_of_nodes_are_those_of_forward_and_backward_together",
+    ),
+    Mutant(
+        "planning/describe_cut.py",
+        "return max(nodes, key=lambda node: node.seconds)",
+        "return nodes[0]",
+        "unit/planning/plans/test_resized_plans.py::test_the_heaviest_node_bounds_the_balance",
+    ),
+    Mutant(
+        "planning/describe_cut.py",
+        "if key in users and (len(own) > 1 or len({*users[key]}) > 1)",
+        "if key in users and len(own) > 1",
+        "unit/planning/plans/test_resized_plans.py::test_a_parameter_of_two_stages_and_one_of_two_names",
+    ),
+    Mutant(
+        "planning/tuning/candidates.py",
+        "return (0.0 if is_least else row.step_seconds, row.peak,",
+        "return (row.step_seconds, row.peak,",
+        "unit/planning/tuning/test_tuner.py::test_of_equally_long_steps_the_one_with_least_memory_is_chosen",
+    ),
+)
+
 MUTANTS = (
-    *RUNTIME, *SCHEDULING, *SIMULATION, *PARTITIONING, *REWRITING, *TRACING, *PROFILING, *PLANS, *DISTRIBUTED
+    *RUNTIME, *SCHEDULING, *SIMULATION, *PARTITIONING, *REWRITING, *TRACING, *PROFILING, *PLANS, *DISTRIBUTED,
+    *INSPECT, *OPTIONS, *PLANNING,
 )  # fmt: skip
 
 

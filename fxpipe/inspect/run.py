@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import fxpipe
 from fxpipe._torch.error_messages import allocator_error, requested_bytes
 from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, TooManyStagesError
 from fxpipe.inspect.cli_options import (
-    OUTPUT_NAMES,
     PlanFile,
     Request,
     check_outputs,
@@ -27,25 +24,14 @@ from fxpipe.inspect.cli_options import (
     first_devices,
     most_devices,
 )
-from fxpipe.inspect.gantt import save_timeline
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
-from fxpipe.inspect.json_document import findings_document
-from fxpipe.inspect.plan_text import plan_text, tuning_text
-from fxpipe.inspect.report import save_report
-from fxpipe.inspect.stage_graph import save_graph
 from fxpipe.inspect.step_summary import (
     USUAL_DEVICES,
     Outcome,
     StepSummary,
     compare_schedules,
     counts_up_to,
-    device_text,
-    one_device_text,
-    packets_text,
-    step_text,
-    summaries_text,
     sweep_devices,
-    sweep_text,
 )
 from fxpipe.inspect.targets import (
     InputOption,
@@ -63,14 +49,12 @@ from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES
 from fxpipe.planning.passes import ProfiledModel
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import vary_plan
-from fxpipe.planning.tuning.candidates import Tuning
+from fxpipe.planning.tuning.tuning_result import Tuning
 from fxpipe.profiling.loss_cost import LOSS_NOTE, PlannedLoss
 from fxpipe.simulation import Simulation
-from fxpipe.simulation.timeline import timeline_text
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_error
-from fxpipe.utils.text_table import text_width, wrap_text
-from fxpipe.utils.units import count_text, human_bytes, size_at_least, with_article
+from fxpipe.utils.units import human_bytes, size_at_least, with_article
 
 # The user waits, and more time would improve accuracy by less than the machine varies.
 PROFILE_SECONDS = 1.0
@@ -352,75 +336,3 @@ def _sweep_rows(
     counts = counts_up_to(most, len(devices))
     shares_plans = "chunks" in request.options  # else each schedule chooses its number of micro-batches
     return tuple(sweep_devices(counts, schedules, request.stages_per_device, plan_for, shares_plans))
-
-
-def output_text(findings: Findings, request: Request) -> str:
-    """Formats the printed output: the requested results or, by default, the plan and its step."""
-    if request.code is not None:
-        assert findings.plan is not None
-        return findings.plan.stages[request.code].code
-    if request.json:
-        return json.dumps(findings_document(findings), indent=2)
-    answers = _answer_texts(findings, request)
-    shows_plan = not answers or (request.chooses_replicas and not request.tune)  # by an implicit tuning
-    plan = _plan_texts(findings) if shows_plan else []
-    return "\n\n".join([*_drawn_inputs_note(findings), *answers, *plan])
-
-
-def write_outputs(findings: Findings, outputs: Mapping[str, Path]) -> list[str]:
-    """Writes the requested files. Returns a line for each file, with its content and path."""
-    lines = []
-    for option, path in outputs.items():
-        _write_output(findings, option, path)
-        lines.append(f"wrote {OUTPUT_NAMES[option]} to {path}")
-    return lines
-
-
-def _write_output(findings: Findings, option: str, path: Path) -> None:
-    assert findings.plan is not None
-    assert findings.simulation is not None
-    title = os.path.basename(findings.name)  # pictures are shared with people who have other folders
-    if option == "save":
-        findings.plan.save(path)
-    elif option == "timeline":
-        schedule = findings.simulation.schedule
-        step = f"{schedule.name}, {count_text(schedule.micro_batches, 'micro-batch', 'es')}"
-        save_timeline(findings.simulation, path, title=f"{title}, {step}")
-    elif option == "graph":
-        save_graph(findings.plan, path, title=title)
-    else:
-        plans = [row.plan for row in findings.sweep if row.plan is not None and row.schedule == row.plan.schedule]
-        save_report(findings.plan, path, title=title, sweep=plans)
-
-
-def _answer_texts(findings: Findings, request: Request) -> list[str]:
-    texts = []
-    if findings.sweep:
-        texts.append(sweep_text(findings.sweep))
-    if findings.tuning is not None:
-        texts.append(tuning_text(findings.tuning, is_whole=request.all, remaining="--all shows"))
-        texts += filter(None, [one_device_text(findings.tuning)])
-    return texts
-
-
-def _plan_texts(findings: Findings) -> list[str]:
-    assert findings.plan is not None
-    assert findings.simulation is not None
-    texts = [
-        plan_text(findings.plan),
-        step_text(findings.simulation, findings.plan),
-        timeline_text(findings.simulation, columns=text_width()),
-        device_text(findings.simulation),
-        *filter(None, [packets_text(findings.plan)]),
-    ]
-    if findings.plan.sizes:
-        texts.append(findings.plan.compare_sizes())
-    if len(findings.schedules) > 1:
-        texts.append(summaries_text(findings.schedules))
-    return texts
-
-
-def _drawn_inputs_note(findings: Findings) -> list[str]:
-    if not findings.drawn:
-        return []
-    return [wrap_text(f"inputs {', '.join(map(str, findings.drawn))}, drawn; give others with --input")]

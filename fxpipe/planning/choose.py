@@ -24,7 +24,7 @@ from fxpipe.planning.cut_problem import CutProblem, cut_problems, node_costs_of
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.options.stage_placement import place_stages
 from fxpipe.planning.plans import Bottleneck, StageWork
-from fxpipe.planning.plans.host_time import interpreter_has_lock, reckon_host
+from fxpipe.planning.plans.host_time import MESSAGE_SECONDS, interpreter_has_lock, reckon_host
 from fxpipe.planning.plans.retarget import action_seconds
 from fxpipe.planning.replication import pipedream_starts
 from fxpipe.profiling import NodeCost, Profile
@@ -110,7 +110,7 @@ def _cut_transfers(chain: Chain, sites: Sequence[StageSite], starts: Sequence[in
             parts_by_ends.setdefault((one.source, one.target), []).append((flow.bytes, seconds))
     for (source, target), parts in sorted(parts_by_ends.items()):
         size, seconds = (math.fsum(column) for column in zip(*parts, strict=True))
-        yield Transfer(source, target, size, seconds)
+        yield Transfer(source, target, size, seconds, handling=MESSAGE_SECONDS if chain.is_relayed else 0.0)
 
 
 def _simulate_cut(

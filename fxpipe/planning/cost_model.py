@@ -215,7 +215,7 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
 
 def _link_into_stage(settings: Settings, before: int, worker: int) -> Link | None:
     """Returns the link from one stage to the next. Processes on CPUs are linked by loopback."""
-    is_between_processes = settings.processes and before != worker and settings.workers[worker].type == "cpu"
+    is_between_processes = settings.is_over_processes and before != worker and settings.workers[worker].type == "cpu"
     return worker_link(settings, before, worker) or (LOOPBACK if is_between_processes else None)
 
 

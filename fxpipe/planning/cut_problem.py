@@ -140,8 +140,7 @@ def relays_values(settings: Settings) -> bool:
 
     A process with several runs of stages keeps what it received: then the number of transfers depends on all cuts.
     """
-    is_over_processes = settings.processes or (settings.cluster is not None and settings.cluster.needs_processes)
-    return is_over_processes and len(neighbour_groups(settings.placement)) == len({*settings.placement})
+    return settings.is_over_processes and len(neighbour_groups(settings.placement)) == len({*settings.placement})
 
 
 def _required_starts(traced: Traced, nodes: NodeSequence, settings: Settings, stages: int) -> tuple[int, ...]:

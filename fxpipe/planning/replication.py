@@ -118,7 +118,7 @@ def _stage_workers(settings: Settings, chain: Chain) -> Iterator[StageWorkers]:
         cluster = replace(cluster, data=shares)
     for j, k in enumerate(settings.placement):
         link = worker_link(settings, settings.placement[j - 1], k) if j else None
-        if link is None and j and settings.processes:
+        if link is None and j and settings.is_over_processes:
             link = LOOPBACK
         yield StageWorkers(
             cluster.count(k) if cluster is not None else shares,
@@ -131,7 +131,7 @@ def _stage_workers(settings: Settings, chain: Chain) -> Iterator[StageWorkers]:
 def _reduction_rate(cluster: Cluster | None, settings: Settings, worker: int) -> float:
     if cluster is not None:
         return cluster.group(worker).bytes_per_second
-    if settings.processes and settings.workers[worker].type == "cpu":
+    if settings.is_over_processes and settings.workers[worker].type == "cpu":
         return LOOPBACK.bytes_per_second
     return math.inf  # unknown
 

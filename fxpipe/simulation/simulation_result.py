@@ -30,12 +30,12 @@ from fxpipe.simulation.timeline import (
     MemoryTimeline,
     Span,
     StepTimeline,
-    TimelineMixin,
     TransferRecord,
     idle_shares,
     memory_timeline_of,
     timeline_lines,
 )
+from fxpipe.simulation.timeline_mixin import TimelineMixin
 from fxpipe.utils.text_table import bytes_of_limit, show_as_printed, text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from fxpipe.scheduling import Action, ActionKind, split_backwards
@@ -200,28 +199,6 @@ class HasTimeline(Protocol):
     def arrows(self) -> Iterator[TransferRecord]:
         """Yields all transfers between stages."""
         ...
-
-
-class TimelineMixin:
-    """A base class for a `HasTimeline`."""
-
-    __slots__ = ()
-
-    def save_timeline(self: HasTimeline, path: str | Path, *, title: str = "") -> None:
-        """Draws the actions of each device over time: `.svg`, or `.json` for Perfetto.
-
-        Raises:
-            ArgumentError: the path has another suffix.
-            FileError: the file cannot be written.
-        """
-        from fxpipe.inspect.gantt import save_timeline
-
-        save_timeline(self, path, title=title)
-
-    def _repr_html_(self: HasTimeline) -> str:
-        from fxpipe.inspect.gantt import step_html
-
-        return step_html(self.as_step())
 
 
 TIMELINE_COLUMNS = 100  # default width

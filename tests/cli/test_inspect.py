@@ -20,7 +20,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.cli_options import parse_balance_option, parse_devices_option
+from fxpipe.inspect.cli_options import parse_balance_option, parse_devices_option, parse_pin_option
 from fxpipe.inspect.json_document import plan_document
 from fxpipe.inspect.plan_text import plan_text
 from fxpipe.inspect.run import inputs_advice
@@ -290,6 +290,7 @@ def test_inputs_of_a_function(model_file: Path) -> None:
 
 def test_parse_target() -> None:
     assert parse_target("a/b.py:make") == Target("a/b.py", "make")
+    assert parse_target("c:/b.py:make") == Target("c:/b.py", "make")
     for text in ["models", "models:", "a/b:make", "models:make it", ""]:
         with pytest.raises(ArgumentError, match=r"expected module:factory or path/to/file.py:factory"):
             parse_target(text)
@@ -303,6 +304,13 @@ def test_parse_devices() -> None:
     for text in ["0", "-1", "", "cpu,", "2,2", "cuda:", "1.5"]:
         with pytest.raises(ArgumentError, match=r"expected a number .* or a list of devices"):
             parse_devices_option(text)
+
+
+def test_parse_pin() -> None:
+    assert parse_pin_option("lm_head=0") == ("lm_head", 0)
+    assert parse_pin_option("encoder = cuda:1") == ("encoder", "cuda:1")
+    with pytest.raises(ArgumentError, match="expected the name of a module or node and a device"):
+        parse_pin_option("lm_head=")
 
 
 def test_parse_balance() -> None:

@@ -76,6 +76,7 @@ def test_options_are_read() -> None:
     assert parse_dynamic_option("batch['ids']:1=s:2-512") == DynamicOption("batch['ids']", 1, "s", 2, 512)
     assert parse_dynamic_option("x:2=height:-64") == DynamicOption("x", 2, "height", None, 64)
     assert parse_dynamic_option("x:2") == DynamicOption("x", 2)
+    assert parse_dynamic_option("x:2=s:8-8") == DynamicOption("x", 2, "s", 8, 8)
     assert parse_size_option("s=512") == ("s", 512)
     with pytest.raises(ArgumentError, match="the least size, 9, is more than the largest, 8"):
         parse_dynamic_option("x:2=s:9-8")

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.drawn_steps import simulated
 from helpers.inspected import MIB, make_plan, refusal
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import MemoryLimitError, PartitionError
-from fxpipe.hardware import HARDWARE
+from fxpipe.hardware import HARDWARE, Hardware
 from fxpipe.inspect import json_document as documents
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.cli_options import first_devices, most_devices
+from fxpipe.inspect.cli_options import cluster_hardware, first_devices, most_devices
 from fxpipe.inspect.step_summary import (
     Outcome,
     compare_schedules,
@@ -92,6 +93,16 @@ def test_devices_of_a_sweep() -> None:
     assert first_devices(("cuda:1", "cuda:0"), 1, None) == ("cuda:1",)
     assert first_devices(("cpu", "cpu"), 3, None) == ("cpu",) * 3
     assert first_devices(("cuda:0",), 2, "h100") == ("cuda:0", "cuda:1")
+    nodes_of_two = cluster_hardware("v100", 2, 2, None)  # with four adapters in a node of eight
+    assert isinstance(nodes_of_two, Hardware)
+    assert (nodes_of_two.devices, nodes_of_two.adapters_per_node) == (4, 2)
+
+
+def test_of_many_devices_those_are_shown_that_hold_most() -> None:
+    text = device_text(simulated("1f1b", 20, 20))  # the first stages keep most micro-batches
+    shown = [line.split()[0] for line in text.splitlines()[2:] if line and line.split()[0].isdecimal()]
+    assert shown == [str(d) for d in range(16)]
+    assert text.endswith("and 4 devices that hold less")
 
 
 def plan_for(devices: int, schedule: str) -> Plan:

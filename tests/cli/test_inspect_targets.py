@@ -148,6 +148,7 @@ def test_integers_below_a_vocabulary_and_inputs_without_values() -> None:
     ids = arguments.kwargs["ids"]
     assert 40 < ids.max() < 50
     assert arguments.args[0].dtype is torch.bool
+    assert 16 < arguments.args[0].sum() < 48
     empty = make_arguments(given, on_meta=True)
     assert {tensor.device.type for tensor in (*empty.args, *empty.kwargs.values())} == {"meta"}
     assert empty.args[1].dtype is torch.bfloat16

@@ -20,7 +20,8 @@ from fxpipe.planning.plans import Plan, StageBytes
 from fxpipe.planning.plans.data import PlannedSize
 from fxpipe.planning.plans.figures import plan_figures
 from fxpipe.planning.tuning.candidate_search import NO_SHORTER
-from fxpipe.planning.tuning.candidates import CandidateResult, Tuning
+from fxpipe.planning.tuning.candidates import CandidateResult
+from fxpipe.planning.tuning.tuning_result import Tuning
 from fxpipe.simulation import HostCost
 from fxpipe.utils.polynomial import Polynomial
 from fxpipe.utils.units import human_bytes

@@ -259,6 +259,11 @@ class Settings:
         return cluster_of(self.hardware, len(self.workers), self.data_parallel, self.mesh, self.replicas)
 
     @property
+    def is_over_processes(self) -> bool:
+        """True if each worker has its own process: as requested, or because devices are in several nodes."""
+        return self.processes or (self.cluster is not None and self.cluster.needs_processes)
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """By worker, the number of replicas that take micro-batches in turn; empty if there are none."""
         return tuple(map(len, self.replica_workers))

@@ -22,7 +22,6 @@ from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import simulate
 from fxpipe.scheduling import SCHEDULES, ScheduleLike, check_placement
 from fxpipe.simulation import Simulation
-from fxpipe.utils.text_table import show_as_printed
 
 NEAR_POWER = 2**0.5  # numbers within this factor of a power of two are near it
 MAX_CHUNKS_PER_WORKER = 32  # micro-batches for each worker: with more there is nearly no bubble left
@@ -127,26 +126,14 @@ class CandidateResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
-    """The candidates of `fxpipe.tune`, and the best one. `print` shows them as a table."""
+class TuningData:
+    """The result of a tuner: a row for each candidate, and the chosen row."""
 
     best: CandidateResult
     rows: tuple[CandidateResult, ...]  # fitting rows first, by the seconds of a step
     batch: int  # samples of the mini-batch, of all replicas
     devices: tuple[str, ...]  # by worker, of one replica
     estimated_for: str = ""  # the hardware for which the seconds were estimated; empty if they were measured
-
-    def __str__(self) -> str:
-        from fxpipe.inspect.plan_text import tuning_text
-
-        return tuning_text(self)
-
-    _repr_pretty_ = show_as_printed
-
-    def _repr_html_(self) -> str:
-        from fxpipe.inspect.plan_text import tuning_html
-
-        return tuning_html(self)
 
 
 def rank_fitting(rows: Iterable[CandidateResult]) -> list[CandidateResult]:

@@ -29,7 +29,6 @@ from fxpipe.utils import accelerator
 from fxpipe.utils.progress import progress
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
-MEASURED_CANDIDATES = 4
 MEASURING_ROUNDS = 5  # after one warm-up round: fewer than the steps after which a loss is verified again
 
 

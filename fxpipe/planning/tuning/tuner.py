@@ -39,14 +39,13 @@ from fxpipe.planning.tuning.candidates import (
     TRIED_STAGES_PER_DEVICE,
     Candidate,
     CandidateResult,
-    Tuning,
     candidates_of_model,
     candidates_of_plan,
     chunks_for_batch,
     order_for_table,
     rank_fitting,
 )
-from fxpipe.planning.tuning.measure_candidates import MEASURED_CANDIDATES, measure_steps
+from fxpipe.planning.tuning.tuning_result import Tuning
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.output_combination import needing_all
@@ -54,6 +53,7 @@ from fxpipe.utils.progress import progress as bar
 from fxpipe.utils.progress import show_phases, show_progress
 from fxpipe.utils.units import parse_count, with_article
 
+MEASURED_CANDIDATES = 4
 PLAN_ARGUMENTS = ("model_or_plan", "batch_size", "schedules", "chunks", "checkpoint", "memory_limit", "progress")
 
 
@@ -192,6 +192,8 @@ def tune(
             raise _nothing_fits_error(rows, limits)
         rows = _check_best(rows, MEASURED_CANDIDATES if measure else 1, profiled, example_args, kwargs, settings)
         if measure:
+            from fxpipe.planning.tuning.measure_candidates import measure_steps  # needs pipes
+
             best, loss = rank_fitting(rows)[:MEASURED_CANDIDATES], (options.get("loss_fn"), options.get("target"))
             rows = measure_steps(rows, best, longest, (example_args, kwargs), *loss, reduction)
         return _tuning_of_rows(rows, limits, profiled.batch)

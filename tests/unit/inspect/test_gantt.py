@@ -9,13 +9,15 @@ import pytest
 from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, flatten_items, simulated
 
 from fxpipe.inspect.gantt import GANTT_MARGIN, MAX_BOXES, TIMELINE_FORMATS, draw_gantt, gantt_layout
+from fxpipe.inspect.memory_chart import memory_chart
 from fxpipe.inspect.perfetto import perfetto_trace
 from fxpipe.inspect.scene import Area, Bars, Group, Line, Rect, Scene, Text
-from fxpipe.inspect.style import KIND_COLOURS, RECEIVING_COLOUR
+from fxpipe.inspect.style import KIND_COLOURS, RECEIVING_COLOUR, TimeAxis
 from fxpipe.inspect.svg import svg_of
 from fxpipe.runtime.step_record import ActionRecord, StepRecord
 from fxpipe.scheduling import Action, ActionKind
 from fxpipe.simulation import Simulation
+from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 STEPS = {
@@ -44,6 +46,10 @@ def _drawn(name: str) -> tuple[Simulation, Scene]:
 def _group(drawn: Scene, name: str) -> list:
     time = next(item for item in drawn.items if isinstance(item, Group) and item.name == "time")
     return list(flatten_items(next((group.items for group in time.items if group.name == name), ())))
+
+
+def _end(event: dict) -> float:
+    return event["ts"] + max(event["dur"], 1e-3)
 
 
 # -- the picture as data ---------------------------------------------------------------------------------------------
@@ -166,6 +172,14 @@ def test_of_many_devices_each_has_a_line():
     assert ratio == pytest.approx(max(peaks) / min(peaks))
 
 
+def test_a_line_shows_the_most_of_each_grain():
+    steps = ((0.0, MemoryParts(1)), (0.5, MemoryParts(2)), (0.5001, MemoryParts(9)), (0.5002, MemoryParts(1)))
+    chart = memory_chart([MemoryTimeline(steps)] * 9, (), [f"device {d}" for d in range(9)], TimeAxis(0, 100, 1), 0)
+    lines = [item for item in chart.time_items if isinstance(item, Line) and item.title]
+    heights = [[chart.height - y for _, y in line.points] for line in lines]
+    assert [max(own) / min(own) for own in heights] == pytest.approx([9] * 9)
+
+
 @pytest.mark.parametrize(("limit", "is_drawn"), [(4 * GIB, True), (2.1 * GIB, True), (80 * GIB, False)])
 @pytest.mark.parametrize("devices", [2, 9])
 def test_a_limit_is_a_line_unless_it_would_flatten_the_curves(limit, is_drawn, devices):
@@ -230,6 +244,8 @@ def test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory(name):
     for start, end in zip(starts, ends, strict=True):
         assert start["id"] == end["id"]
         assert start["ts"] <= end["ts"]
+        (maker,) = (one for one in actions if one["tid"] == start["tid"] and one["ts"] <= start["ts"] < _end(one))
+        assert maker["args"]["bytes sent"] >= start["args"]["bytes"]
     for d, memory in enumerate(found.memory):
         counted = [event for event in events if event["ph"] == "C" and event["name"] == f"memory of device {d}"]
         assert max(sum(event["args"].values()) for event in counted) == memory.peak

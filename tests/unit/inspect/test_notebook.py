@@ -9,7 +9,8 @@ from helpers.drawn_plans import drawn_plan, portals_between
 from torch import nn
 
 import fxpipe
-from fxpipe.planning.tuning.candidates import CandidateResult, Tuning
+from fxpipe.planning.tuning.candidates import CandidateResult
+from fxpipe.planning.tuning.tuning_result import Tuning
 from fxpipe.utils.units import human_seconds
 
 EVIL = "<script>alert(1)</script>"

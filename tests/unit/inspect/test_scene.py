@@ -81,6 +81,13 @@ def test_an_arrow_points_to_where_its_curve_ends(end):
     assert abs(middle[0]) + abs(middle[1]) < abs(end[0]) + abs(end[1])
 
 
+def test_an_arrow_comes_from_the_last_control_point_that_is_not_its_end():
+    tip, left, right = arrow_head(Curve((0, 0), ((10, 5), (10, 0)), (10, 0), RED))
+    assert tip == (10, 0)
+    assert (left[0] + right[0]) / 2 == pytest.approx(10)
+    assert (left[1] + right[1]) / 2 > 0
+
+
 EYES = {
     "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),

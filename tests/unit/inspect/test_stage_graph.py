@@ -1,11 +1,13 @@
 """Plans as lanes: what stands where in the picture, asked of the data."""
 
+import re
 from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 from helpers.drawn_plans import dense_portals, drawn_plan, portals_between
 
+from fxpipe.inspect.plan_text import portals_table
 from fxpipe.inspect.scene import Curve, Rect, Scene, Text
 from fxpipe.inspect.stage_graph import (
     ARC_COLOURS,
@@ -158,3 +160,12 @@ def test_groups_are_opened_while_there_is_room_and_small_ones_put_together():
         ("x.a – z.b", True),
         ("y.c", False),
     ]
+
+
+def test_the_largest_portals_are_listed_and_the_others_counted():
+    portals = portals_between(6, 9)
+    table, left_out = portals_table(portals, 3)
+    rows = sorted({(one.name, one.source, one.bytes) for one in portals}, key=lambda row: -row[-1])
+    assert [(row[0].name, row[0].source, row[0].bytes) for row in table.rows] == rows[:3]
+    assert re.fullmatch(r"and \d+ smaller portals, .* together", left_out)
+    assert portals_table(portals)[1] == ""

@@ -23,10 +23,12 @@ from fxpipe.partitioning import Chain, Link, StageSite, stage_loads
 from fxpipe.partitioning.intervals import StageMemory
 from fxpipe.planning.choose import choose_cut
 from fxpipe.planning.cost_model import chain_of
+from fxpipe.planning.describe_cut import time_shares
 from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
 from fxpipe.planning.passes import ProfiledModel, prepare_cut, trace_and_profile
 from fxpipe.planning.plans.figures import plan_figures
-from fxpipe.profiling import Profile, profile
+from fxpipe.profiling import NodeCost, Profile, Seconds, profile
+from fxpipe.profiling.profile_data import ZERO_FORMULA
 from fxpipe.rewriting import PIPE_INPUT, forbidden_cuts, split_into_stages
 from fxpipe.rewriting.reorder import reorder_nodes
 from fxpipe.simulation import transfers_of
@@ -244,3 +246,35 @@ def test_cut_plan_and_simulation_say_the_same_bytes(name: str, schedule: str, mo
 
     larger = [int(plan.memory(j, b=2 * samples)) for j in range(STAGES)]
     assert [memory.peak for memory in fxpipe.simulate(plan, batch=2 * samples * plan.chunks).memory] == larger
+
+
+def test_shares_of_nodes_are_those_of_forward_and_backward_together() -> None:
+    costs = [
+        NodeCost("a", Seconds(1e-3), Seconds(2e-3), ZERO_FORMULA, ZERO_FORMULA),
+        NodeCost("b", Seconds(0.0, 1e-3), Seconds(), ZERO_FORMULA, ZERO_FORMULA),
+    ]
+    assert time_shares(costs, 3) == (0.5, 0.5)
+    assert time_shares([replace(cost, forward=Seconds(), backward=Seconds()) for cost in costs], 3) == ()
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (2, {}),  # threads of one process
+        (2, {"processes": True}),
+        (4, {}),  # two nodes, and so processes
+        (2, {"schedule": "interleaved_1f1b"}),
+        (2, {"checkpoint": "always"}),
+        (4, {"hardware": "h100", "schedule": "zero_bubble"}),
+    ],
+)
+def test_cuts_are_compared_by_the_step_that_their_plan_will_have(devices: int, options: dict[str, Any]) -> None:
+    model, x = Deep(), rows()
+    settings = make_settings(
+        {"devices": ["cpu"] * devices, "hardware": "cpu", "chunks": 2, "balance": "optimal", **options}, anywhere=True
+    )
+    studied = trace_and_profile(model, (x,), {}, settings)
+    cut = choose_cut([studied.traced], studied.profiles_for(settings), studied.batch, settings)
+    plan = prepare_cut(cut, studied.fingerprint, studied.batch, settings).plan
+    assert not any(stage.copies for stage in plan.stages)
+    assert cut.simulation.step_seconds == pytest.approx(fxpipe.simulate(plan).step_seconds, rel=1e-6)

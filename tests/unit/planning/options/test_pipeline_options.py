@@ -3,21 +3,33 @@
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from helpers.drawn_plans import drawn_plan
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.planning.options.parse import parse_devices, parse_memory_limit
+from fxpipe.planning.options.parse import (
+    parse_balance,
+    parse_compile,
+    parse_devices,
+    parse_memory_limit,
+    parse_pins,
+    parse_switch,
+)
 from fxpipe.planning.options.pipeline_options import (
     OPTION_DEFAULTS,
     PLANNING_OPTIONS,
     TRACING_OPTIONS,
     PipelineOptions,
+    check_replicas,
     is_default,
+    make_settings,
 )
+from fxpipe.planning.options.stage_placement import parse_training_schedule, worker_count_for
 from fxpipe.planning.tuning.tuner import PLAN_ARGUMENTS
 from fxpipe.utils import accelerator
 
@@ -156,3 +168,63 @@ def test_a_limit_for_each_device() -> None:
 def test_what_is_no_limit_is_refused(given: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         parse_memory_limit(given, 2)
+
+
+# -- each option by itself ---------------------------------------------------------------------------------------------
+
+TWO = (torch.device("cpu"), torch.device("cpu"))
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "switch": (lambda: parse_switch("check", 1), "check=1: expected True or False"),
+    "names": (lambda: parse_balance(["a", "b"], 2), "has 2 names for 2 stages: give 1 or fewer"),
+    "counts": (lambda: parse_balance([1, 2], 3), "has 2 entries for 3 stages: give 3 numbers of nodes"),
+    "a number below": (lambda: parse_pins("pin", {"a": -1}, TWO), "there are 2 devices"),
+    "a number above": (lambda: parse_pins("pin", {"a": 2}, TWO), "there are 2 devices"),
+    "a name": (lambda: parse_pins("pin", {"a": "cpu"}, TWO), "stands 2 times in devices"),
+    "graphs": (lambda: parse_compile({"options": {"triton.cudagraphs": True}}), "runs CUDA graphs"),
+    "modes": (lambda: parse_compile({"mode": "max-autotune"}), "runs CUDA graphs"),
+    "replicas": (lambda: make_settings({"devices": ["cpu"] * 4, "data_parallel": 3}), "cannot be shared out evenly"),
+    "stages": (lambda: worker_count_for(5, "interleaved_1f1b", 2), "cannot be shared out with stages_per_device=2"),
+    "a plan's devices": (
+        lambda: make_settings({"devices": ["cpu"] * 3}, drawn_plan(2)),
+        "devices has 3 entries; give 2",
+    ),
+    "a table's stages": (
+        lambda: make_settings({"devices": ["cpu"], "schedule": "0F0 0B0", "stages_per_device": 2}),
+        "has 1 stages, but with stages_per_device=2 there are 2",
+    ),
+    "no backward": (lambda: parse_training_schedule("0F0 0F1"), "has no B, and so trains nothing"),
+    "in turn": (lambda: check_replicas(in_turn(2), 2), "replicas that take micro-batches in turn"),
+    "as often": (lambda: check_replicas(replace(in_turn(2), replica_devices=()), 2), "has each stage once"),
+}
+
+
+def in_turn(count: int) -> fxpipe.Plan:
+    return replace(drawn_plan(2), balance="pipedream", replica_devices=(("cpu",) * count,) * 2)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_an_option_cannot_be_is_said(name: str) -> None:
+    parse, words = WRONG[name]
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
+        parse()
+
+
+def test_a_plan_brings_what_is_left_out() -> None:
+    plan = replace(drawn_plan(2), checkpoint="always", chunks=5)
+    settings = make_settings({"devices": ["cpu", "cpu"]}, plan)
+    assert (settings.checkpoint, settings.chunks) == ("always", 5)
+    settings = make_settings({"devices": ["cpu", "cpu"], "checkpoint": "never", "chunks": 3}, plan)
+    assert (settings.checkpoint, settings.chunks) == ("never", 3)
+
+
+def test_a_pin_goes_before_the_map_of_modules() -> None:
+    options = {"devices": ["cpu", "cpu"], "pin": {"a": 0}, "balance": {"a": 1, "b": 1}}
+    assert make_settings(options).pins == {"a": 0, "b": 1}
+
+
+def test_stages_of_pipedream_have_a_device_each() -> None:
+    left = make_settings({"devices": ["cpu", "cpu"], "schedule": "auto"}).left
+    assert left == {"schedule", "chunks", "stages_per_device"}
+    assert make_settings({"devices": ["cpu", "cpu"], "schedule": "auto", "balance": "pipedream"}).left == left - {
+        "stages_per_device"
+    }

@@ -1,0 +1,106 @@
+"""The result of a tuner as text and in notebooks: a table of the candidates that it compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from fxpipe.inspect.svg import notebook_view
+from fxpipe.inspect.table import (
+    Cell,
+    Column,
+    Table,
+    bytes_column,
+    number_column,
+    seconds_column,
+    share_column,
+    text_column,
+)
+from fxpipe.utils.text_table import wrap_text
+from fxpipe.utils.units import count_text, human_seconds, percent
+
+if TYPE_CHECKING:
+    from fxpipe.planning.tuning.candidates import CandidateResult, TuningData
+
+MAX_PRINTED_CANDIDATES = 20  # rows of the printed table, in addition to the chosen one
+MAX_HTML_CANDIDATES = 12  # rows
+MAX_LISTED_STAGES = 8  # with more stages, only the number of those that recompute is shown
+
+
+def tuning_table(tuning: TuningData, most: int, is_cut: bool = False) -> Table[CandidateResult]:
+    """Returns a table of the first `most` candidates and the best; `is_cut`: only candidates with a plan."""
+    rows = [row for row in tuning.rows if row.plan is not None or not is_cut]
+    rows = rows[:most] + [row for row in rows[most:] if row is tuning.best]
+    columns: list[Column[CandidateResult]] = [
+        text_column("", lambda row: "->" if row is tuning.best else ""),
+        text_column("schedule", lambda row: row.schedule.partition("\n")[0].partition(":")[0]),
+        text_column("pipeline x data", lambda row: _replicas_text(tuning, row)),
+        number_column("chunks", lambda row: row.chunks),
+        text_column("checkpoint", lambda row: _checkpoint_text(row.checkpoint)),
+        number_column("stages per\ndevice", lambda row: row.stages_per_device),
+        Column("step", _step_cell),
+        seconds_column("measured", lambda row: row.measured_seconds),
+        share_column("idle", lambda row: None if row.plan is None else row.simulation.mean_bubble),
+        bytes_column("peak memory", lambda row: None if row.plan is None else row.peak),
+        bytes_column("lacks", lambda row: row.lacks if row.lacks > 0 else None),
+    ]
+    hidden = {
+        "pipeline x data": all(row.data_parallel == 1 for row in tuning.rows),
+        "measured": all(row.measured_seconds is None for row in tuning.rows),
+        "lacks": all(row.lacks <= 0 for row in tuning.rows),
+    }
+    return Table([column for column in columns if not hidden.get(column.name)], rows, keys=2, missing="")
+
+
+def _step_cell(row: CandidateResult) -> Cell | None:
+    if not row.step_seconds:
+        return None
+    return Cell(("≥ " if row.plan is None else "") + human_seconds(row.step_seconds), row.step_seconds)
+
+
+def _replicas_text(tuning: TuningData, row: CandidateResult) -> str:
+    """Formats `8 x 4, data outside`: devices of a replica, number of replicas, and outer mesh dimension."""
+    devices = len(tuning.devices) * tuning.best.data_parallel
+    order = f", {row.mesh[0]} outside" if devices > row.data_parallel > 1 else ""
+    return f"{devices // row.data_parallel} x {row.data_parallel}{order}"
+
+
+def _checkpoint_text(modes: str | tuple[str, ...]) -> str:
+    """Formats `0, 2 always` for ("always", "never", "always"); `20 of 43 stages` if there are many stages."""
+    if isinstance(modes, str):
+        return modes
+    if len(modes) > MAX_LISTED_STAGES:
+        return f"{sum(mode != 'never' for mode in modes)} of {len(modes)} stages"
+    texts = [f"{', '.join(str(j) for j, m in enumerate(modes) if m == mode)} {mode}" for mode in dict.fromkeys(modes)]
+    return "; ".join(text for text in texts if not text.endswith("never"))
+
+
+def tuning_text(tuning: TuningData, is_whole: bool = False, remaining: str = ".rows has") -> str:
+    """Formats the first candidates and the best, or all; `remaining` begins the line that counts omitted rows."""
+    kinds = Counter(name.partition(":")[0] for name in tuning.devices)
+    listed = ", ".join(f"{count * tuning.best.data_parallel} x {kind}" for kind, count in kinds.items())
+    how = f", seconds estimated for {tuning.estimated_for}" if tuning.estimated_for else ""
+    table = tuning_table(tuning, len(tuning.rows) if is_whole else MAX_PRINTED_CANDIDATES)
+    lines = [wrap_text(f"mini-batches of {tuning.batch} on {listed}{how}; the chosen way is marked"), str(table)]
+    if len(tuning.rows) > len(table.rows):
+        lines.append(f"{remaining} {len(tuning.rows) - len(table.rows)} more")
+    bounds = [row.step_seconds for row in table.rows if row.plan is None and row.step_seconds]
+    if bounds:
+        least = min(bounds) / tuning.best.step_seconds if tuning.best.step_seconds else 1.0
+        gain = f", at most {percent(1 - least)} shorter than the chosen step" if least < 1 else ""
+        lines.append(f"≥: lower bound, with perfectly even stages{gain}; not simulated")
+    if tuning.best.plan is not None and tuning.best.simulation.host_note:
+        lines.append(wrap_text(f"the chosen way is {tuning.best.simulation.host_note}"))
+    return "\n".join(lines)
+
+
+def tuning_html(tuning: TuningData) -> str:
+    """Formats the best candidates that have a plan as HTML."""
+    best, table = tuning.best, tuning_table(tuning, MAX_HTML_CANDIDATES, is_cut=True)
+    chunks = count_text(best.chunks, "micro-batch", "es")
+    title = f"{best.schedule.partition(':')[0]}, {chunks}: step {human_seconds(best.step_seconds)}"
+    cut = sum(row.plan is not None for row in tuning.rows)
+    more = f", of which {len(table.rows)} are shown" if cut > len(table.rows) else ""
+    devices = count_text(len(tuning.devices) * best.data_parallel, "device")
+    facts = f"chosen from {count_text(cut, 'way')}{more}, for {count_text(tuning.batch, 'sample')} on {devices}"
+    return notebook_view(title, facts, table.for_notebook())
