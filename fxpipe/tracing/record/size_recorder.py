@@ -81,12 +81,9 @@ class SizeRecorder:
             self.input_reads.ask_layouts(self.recorder.source)
         node = self.recorder.node_of(tensor)
         return RecordedShape(
-            RecordedSize(number, self._node(node, method, i, number), self, number + self._disguise(node, i))
-            for i, number in enumerate(numbers)
+            RecordedSize(n, self._node(node, method, i, n), self, n + self.disguised.get((node.name, i), 0))
+            for i, n in enumerate(numbers)
         )
-
-    def _disguise(self, node: fx.Node, dim: int) -> int:
-        return self.disguised.get((node.name, dim), 0)
 
     def _node(self, node: fx.Node, method: str, dim: int, number: int) -> fx.Node:
         key = (node, method, dim)

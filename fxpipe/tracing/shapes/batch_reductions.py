@@ -614,7 +614,8 @@ def _terms_of(name: str, call: CombinationCall, known: Sequence[Terms | None]) -
             return _product(left, right)
         if name in ("rtruediv", "rdiv"):
             left, right = right, left
-        return _product(left, frozenset((0, -scale) for _, scale in right)) if _is_one_constant(right) else None
+        is_constant = len(right) == 1 and all(degree == 0 for degree, _ in right)
+        return _product(left, frozenset((0, -scale) for _, scale in right)) if is_constant else None
     return CONSTANT_TERMS if everything == CONSTANT_TERMS else None
 
 
@@ -625,7 +626,3 @@ def _joined(terms: Sequence[Terms | None]) -> Terms | None:
 def _product(left: Terms, right: Terms) -> Terms | None:
     product = frozenset((d + e, s + t) for d, s in left for e, t in right)
     return product if all(degree <= 1 for degree, _ in product) else None
-
-
-def _is_one_constant(terms: Terms) -> bool:
-    return len(terms) == 1 and all(degree == 0 for degree, _ in terms)

@@ -318,15 +318,12 @@ class SymbolicRun:
         start, answer = len(self.env.guards), read.question(fake)
         self._keep_guards(start, read.where, is_of_torch=False)
         sizes = (*fake.shape, *fake.stride())
-        symbols = {symbol for size in sizes for symbol in self._symbols_of(size)}
+        symbols = {s for size in sizes if isinstance(size, torch.SymInt) for s in self._formula(size).free_symbols}
         self.guards = [
             replace(guard, is_of_torch=guard.is_of_torch and symbols.isdisjoint(guard.condition.free_symbols))
             for guard in self.guards
         ]
         return answer
-
-    def _symbols_of(self, size: Any) -> set[Any]:
-        return self._formula(size).free_symbols if isinstance(size, torch.SymInt) else set()
 
     def _note_fixed(self, node: fx.Node) -> list[sympy.Symbol]:
         fixed = [s for s, v in self.env.replacements.items() if v.is_number and s not in self.fixed_by]

@@ -522,7 +522,7 @@ class _SideBySide:
             return
         is_of_samples = not self.depends.isdisjoint(sources)  # else of their indices, like `arange(b)`
         met = [n for n in sources if not self.joins[n] and n is not target and _may_move(self.values[n][0])]
-        met = [n for n in met if n in self.depends or not is_of_samples]
+        met = [n for n in met if n in self.depends or not (is_of_samples or self._ignores(node, n))]
         if met:
             self.blocks.add(target)
             floats = [n for n in met if _is_float(self.values[n][0])]
@@ -531,6 +531,14 @@ class _SideBySide:
             is_weak = any(self._differs_weakly(self.values[n]) for n in floats)
             if not (is_verdict or is_weak) and self._is_opened(node, sources, floats or met):
                 self.opened.add(target)  # not for `count <= capacity`, nor if `h + 1e-3 * mean` is within tolerance
+
+    def _ignores(self, node: fx.Node, indices: fx.Node) -> bool:
+        """Returns whether a node makes the same of any indices of samples: `vmap` of a mask that is equal for all."""
+        value = self.values[indices][0]
+        with contextlib.suppress(Exception):  # numbers that are used as indices
+            made = [self._made_of(node, {indices: other}) for other in (value, value + 1, -value, value * 2**20 + 3)]
+            return value.dtype == torch.int64 and all(all(map(torch.equal, made[0], one)) for one in made)
+        return False
 
     def _is_opened(self, node: fx.Node, sources: list[fx.Node], met: list[fx.Node]) -> bool:
         """Returns whether a block depends on what does not join. A mask of ones hides it: `mask[arange(b)]`."""
