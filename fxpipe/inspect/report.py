@@ -5,7 +5,6 @@ Scripts only sort the tables, and show steps with other numbers of micro-batches
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from fxpipe.inspect.scene import Scene
 from fxpipe.inspect.stage_graph import draw_stage_graph
 from fxpipe.inspect.step_summary import (
     StepSummary,
+    critical_path_text,
     outcome_of,
     run_columns,
     schedule_outcomes,
@@ -123,7 +123,6 @@ def _note(line: str) -> str:
 
 MAX_CHUNKS = 512
 MAX_STAGE_CELLS = 10_000  # stages times micro-batches: more take seconds to simulate, and their picture is grey
-MAX_PATH_SHARES, LEAST_PATH_SHARE = 6, 0.03  # named shares of the critical path
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +196,7 @@ def _step_part(plan: Plan, variant: ChunksVariant) -> str:
         f'<div data-chunks="{variant.chunks}" data-label="{variant.label}"{"" if variant.is_own else " hidden"}>',
         _step_figures(plan, variant),
         _figure("timeline", draw_gantt(simulation.as_step())),
-        _note(_critical_path_line(simulation)),
+        _note(f"The critical path, which decides how long the step is: {critical_path_text(simulation)}."),
         _note(f"The step is {simulation.host_note}.") if simulation.host_note else "",
         "<h3>Devices</h3>",
         _devices_table(plan, simulation).for_report("devices"),
@@ -245,19 +244,6 @@ def _step_figures(plan: Plan, variant: ChunksVariant) -> str:
         warned = ' class="warn"' if name == "Most memory" and run.over_bytes else ""
         lines.append(f"<div><dt>{name}</dt><dd{warned}>{value}<small>{escape_markup(note)}</small></dd></div>")
     return "\n".join(['<dl class="facts">', *lines, "</dl>"])
-
-
-def _critical_path_line(simulation: Simulation) -> str:
-    spent: defaultdict[str, float] = defaultdict(float)
-    for leg in simulation.legs:
-        what = leg.kind if leg.kind in ("sending", "waiting", "reducing") else f"in stage {leg.span.action.stage}"
-        spent[what] += leg.seconds
-    total = simulation.seconds or 1.0
-    named = [what for what in sorted(spent, key=lambda what: -spent[what]) if spent[what] > LEAST_PATH_SHARE * total]
-    shares = [f"{100 * spent[what] / total:.0f} % {what}" for what in named[:MAX_PATH_SHARES]]
-    others = 1 - sum(spent[what] for what in named[:MAX_PATH_SHARES]) / total
-    rest = [f"{100 * others:.0f} % others"] if others > 0.005 else []
-    return f"Of the critical path, which decides how long the step is: {', '.join([*shares, *rest])}."
 
 
 def _nodes_cell(row: StageFigures) -> Cell:

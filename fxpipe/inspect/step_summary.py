@@ -307,8 +307,7 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
     run = summarize_step(simulation, plan)
     samples = simulation.samples
     rate = f", {three_digits(samples / run.step_seconds)} samples a second" if samples and run.step_seconds else ""
-    shares = sorted(simulation.critical_shares.items(), key=lambda item: -item[1])
-    path = ", ".join(f"{percent(share)} {_path_word(kind)}" for kind, share in shares)
+    path = critical_path_text(simulation)
     is_worth_telling = simulation.update_seconds > LEAST_UPDATE_SHARE * run.step_seconds
     of = f"{run.schedule}, {count_text(run.micro_batches, 'micro-batch', 'es')}"
     lines = [
@@ -357,9 +356,10 @@ def _cluster_lines(simulation: Simulation) -> list[str]:
     return lines
 
 
-def _path_word(kind: str) -> str:
-    """Returns `forward` for "F"; "sending" and "waiting" are words already."""
-    return ActionKind(kind).words if len(kind) == 1 else kind
+def critical_path_text(simulation: Simulation) -> str:
+    """Formats the shares of the critical path, largest first: `60.0 % backward, 30.0 % forward, 10.0 % sending`."""
+    shares = simulation.critical_shares.items()
+    return ", ".join(f"{percent(share)} {ActionKind(k).words if len(k) == 1 else k}" for k, share in shares)
 
 
 def _memory_text(run: StepSummary) -> str:

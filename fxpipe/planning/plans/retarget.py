@@ -15,9 +15,7 @@ from fxpipe.cluster import MESHES, Cluster, Link
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Hardware, cluster_of, device_names
 from fxpipe.planning.plans.data import (
-    HeaviestNode,
     PlanData,
-    PlannedSize,
     PlannedTransfer,
     StagePlan,
     StageSeconds,
@@ -45,6 +43,7 @@ def resize_plan(
     if now.before == now.after and checkpoint in (None, plan.checkpoint):
         return plan
     plan = plan if checkpoint is None else replace(plan, checkpoint=checkpoint)
+    heaviest = plan.heaviest
     return replace(
         plan,
         stages=tuple(_resize_stage(stage, now, plan.recomputes(stage.index)) for stage in plan.stages),
@@ -53,8 +52,10 @@ def resize_plan(
         bottlenecks=(),
         sendings=tuple(_resize_transfer(way, now) for way in plan.sendings),
         packets=None if plan.packets is None else tuple(_resize_transfer(way, now) for way in plan.packets),
-        heaviest=None if plan.heaviest is None else _resize_node(plan.heaviest, now),
-        sizes=tuple(_resize(one, now.after[one.name]) for one in plan.sizes),
+        heaviest=heaviest and replace(heaviest, seconds=now.seconds(heaviest.seconds, heaviest.formula)),
+        sizes=tuple(
+            replace(one, size=now.after[one.name], largest=max(one.largest, now.after[one.name])) for one in plan.sizes
+        ),
     )
 
 
@@ -80,10 +81,6 @@ class _Resizing:
         return self.after["b"] / self.before["b"]
 
 
-def _resize(one: PlannedSize, size: int) -> PlannedSize:
-    return replace(one, size=size, largest=max(one.largest, size))
-
-
 def _resize_stage(stage: StagePlan, now: _Resizing, recomputes: bool) -> StagePlan:
     backward = now.seconds(stage.backward_seconds, stage.formulas.backward)
     return replace(
@@ -102,10 +99,6 @@ def _resize_transfer(way: PlannedTransfer, now: _Resizing) -> PlannedTransfer:
     size = now.bytes(way.size, way.bytes)
     times = size / way.bytes if way.bytes else 1.0
     return replace(way, bytes=size, seconds=way.fixed_seconds + (way.seconds - way.fixed_seconds) * times)
-
-
-def _resize_node(node: HeaviestNode, now: _Resizing) -> HeaviestNode:
-    return replace(node, seconds=now.seconds(node.seconds, node.formula))
 
 
 # -- Overhead of an action in addition to the operations of its stage --------------------------------------------------
