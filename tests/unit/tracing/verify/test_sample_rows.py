@@ -54,23 +54,14 @@ def test_rows_that_are_sorted_where_some_are_equal(keys):
         fxpipe.trace(Sorting(), (torch.randn(len(keys), 5, 6), torch.tensor(keys)))
 
 
-class MaskOfIndices(nn.Module):
-    """Attention with a mask that `vmap` makes of the indices of samples and places, as in transformers."""
-
-    def __init__(self, mask):
-        super().__init__()
-        self.lin, self.head = nn.Linear(6, 6), nn.Linear(6, 9)
-        self.mask = torch.vmap(torch.vmap(torch.vmap(mask, (None, None, 0)), (None, 0, None)), (0, None, None))
-
-    def forward(self, x):
-        places, h = torch.arange(x.shape[1]), self.lin(x)
-        return self.head(F.scaled_dot_product_attention(h, h, h, self.mask(torch.arange(len(x)), places, places)))
-
-
 def test_a_mask_that_is_the_same_for_any_index_of_a_sample():
-    assert fxpipe.trace(MaskOfIndices(lambda b, q, k: k <= q), (EXAMPLE,), chunks=2).out_dims == (0,)
+    def attend(h, mask):
+        mask = torch.vmap(torch.vmap(mask, (None, 0)), (0, None))(torch.arange(len(h)), torch.arange(5))
+        return F.scaled_dot_product_attention(h, h, h, mask[:, None])
+
+    assert fxpipe.trace(Head(lambda h: attend(h, lambda b, k: k > 0)), (EXAMPLE,), chunks=2).out_dims == (0,)
     with pytest.raises(ArgumentError, match="samples act on each other"):
-        fxpipe.trace(MaskOfIndices(lambda b, q, k: (k <= q) | (b > 5)), (EXAMPLE,), chunks=2)
+        fxpipe.trace(Head(lambda h: attend(h, lambda b, k: (k > 0) | (b > 5))), (EXAMPLE,), chunks=2)
 
 
 def test_rows_that_are_sorted_beside_a_mean():
