@@ -16,7 +16,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -63,6 +63,8 @@ from fxpipe.utils.pytree import flatten
 from fxpipe.utils.units import parse_count, parse_number, with_article
 
 __all__ = ["NodeCost", "Profile", "Seconds", "profile"]
+
+T = TypeVar("T")
 
 
 @mute_fake_tensor_logs()  # costs that need values are counted on values
@@ -148,16 +150,16 @@ def profile(
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
         contention = 1.0
-        keeps_outputs = loss is not None and chosen is not None
-        counts = count_flops_and_bytes(traced, effects, leaves, micro_batch, keeps_outputs)
-        works = {
-            node: work_of({point: run.probes[node].operations for point, run in counts.runs.items()}, here)
-            for node in effects.nodes
-        }
         if chosen is not None:
             points = [here, *(here._replace(b=size) for size in itertools.islice(others, 1))]
-            timings = _estimates(effects, counts, works, points, chosen, loss)
+
+            def estimate(leaves: Sequence[Any]) -> tuple[GraphCounts, Timings]:
+                counts = count_flops_and_bytes(traced, effects, leaves, micro_batch, loss is not None)
+                return counts, _estimates(effects, counts, points, chosen, loss)
+
+            counts, timings = _on_fake_tensors(traced, leaves, estimate) or estimate(leaves)
         else:
+            counts = count_flops_and_bytes(traced, effects, leaves, micro_batch)
             phase("profiling")
             with _torch_threads(threads), parameters_at_home():
                 timings = measure(
@@ -175,7 +177,7 @@ def profile(
                 total = sum(one.forward_seconds + one.backward_seconds for one in timings[here].values())
                 if place.type == "cpu" and total >= LEAST_SECONDS:
                     contention = cpu_contention(workers, torch.get_num_threads())
-    end = traced.graph.output_node()
+    end, works = traced.graph.output_node(), _works(effects, counts, here)
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in timings[here].items()}, micro_batch)
     growing = {end} | dependents_of(traced, traced.batch_placeholders)
@@ -251,17 +253,28 @@ def _growing_on(
     return replace(forward, growing=ahead), replace(backward, growing=back), replace(weight, growing=of_weights)
 
 
+def _on_fake_tensors(traced: Traced, leaves: Sequence[Any], run: Callable[[Sequence[Any]], T]) -> T | None:
+    """Runs a function on fake tensors; None if they are in use already, or if the model needs values."""
+    if not is_faked():
+        with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
+            return run(fakes)
+    return None
+
+
+def _works(effects: Effects, counts: GraphCounts, here: SizePoint) -> dict[fx.Node, NodeWork]:
+    """Returns the operations of each node as formulas."""
+    return {
+        node: work_of({point: run.probes[node].operations for point, run in counts.runs.items()}, here)
+        for node in effects.nodes
+    }
+
+
 def _estimates(
-    effects: Effects,
-    counts: GraphCounts,
-    works: Mapping[fx.Node, NodeWork],
-    points: Sequence[SizePoint],
-    hardware: Hardware,
-    loss: ExampleLoss | None,
+    effects: Effects, counts: GraphCounts, points: Sequence[SizePoint], hardware: Hardware, loss: ExampleLoss | None
 ) -> Timings:
     """Estimates the seconds of nodes at `points`, and of the loss at each run with their dynamic sizes."""
     here, *_ = points
-    bytes_of = counts.runs[here].value_bytes
+    bytes_of, works = counts.runs[here].value_bytes, _works(effects, counts, here)
     timings = {
         point: {node: NodeTiming.estimated(works[node], bytes_of[node], hardware, point) for node in effects.nodes}
         for point in points

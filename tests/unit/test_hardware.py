@@ -328,7 +328,7 @@ def test_the_nodes_together_take_what_the_model_takes(name):
     make, make_input = MODELS[name]
     model, x = make(), make_input()
     costs = fxpipe.profile(fxpipe.trace(model, (x,)), (x,), hardware=PLAIN)
-    with OperationCounter(records=True) as record:
+    with OperationCounter() as record:
         model(x)
     seconds = sum(PLAIN.seconds(flops, dtype, moved) for dtype, flops, moved in record.take())
     assert costs.forward_seconds == pytest.approx(seconds)
@@ -338,7 +338,7 @@ def test_backward_of_the_nodes_takes_what_backward_of_the_model_takes():
     model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4)), torch.randn(4, 8)
     costs = fxpipe.profile(fxpipe.trace(model, (x,)), (x,), hardware=PLAIN)
     y = model(x)
-    with OperationCounter(records=True) as record:
+    with OperationCounter() as record:
         torch.autograd.grad([y], list(model.parameters()), [torch.ones_like(y)])
     seconds = sum(
         PLAIN.seconds(arithmetic, dtype, moved) for dtype, arithmetic, moved in record.take()[1:]
@@ -388,7 +388,7 @@ def test_a_model_that_asks_for_values_is_estimated_on_them():
     assert torch.equal(torch.get_rng_state(), state)
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
-    with OperationCounter(records=True) as record:
+    with OperationCounter() as record:
         model(x)
     seconds = sum(PLAIN.seconds(flops, dtype, moved) for dtype, flops, moved in record.take())
     assert costs.forward_seconds == pytest.approx(seconds, rel=0.2)  # other numbers are dropped and picked

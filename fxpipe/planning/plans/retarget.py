@@ -125,8 +125,8 @@ def retarget_plan(plan: PlanT, hardware: Hardware, cluster: Cluster | None = Non
     """
     if not plan.operations:
         raise ArgumentError(
-            f"hardware={hardware.name!r}: the plan does not know which operations its stages run, for the model was "
-            "profiled on values only (or the plan was made by hand); give hardware to fxpipe.plan"
+            f"hardware={hardware.name!r}: the plan does not know which operations its stages run, for it was made "
+            "by hand; give hardware to fxpipe.plan"
         )
     workers = device_names(hardware, max(plan.placement) + 1)
     devices = tuple(workers[k] for k in plan.placement)
