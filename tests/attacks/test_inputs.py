@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from helpers.compared_steps import WAYS, refusal_of
+from helpers.layered import Layered
 from helpers.oracle import closing
 from torch import nn
 
@@ -424,11 +425,7 @@ def test_a_function_in_a_dict_in_other_ways(way):
 # -- outputs that are inputs ------------------------------------------------------------------------------------------
 
 
-class Through(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class Through(Layered, first=WIDTH, last=WIDTH):
     def forward(self, x, mask):
         return {"y": self.last(self.first(x)), "x": x, "mask": [mask]}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.right_or_refused import outcome
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
@@ -211,12 +212,8 @@ def test_hooks_see_whole_gradients(name):
     assert want in message, message
 
 
-class Features(nn.Module):
+class Features(Layered, body=8, head=8):
     """Returns what it makes the logits of, the logits, and a view that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         h = self.body(x)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.right_or_refused import outcome
 from torch import nn
 
@@ -201,11 +202,7 @@ class Hooked(nn.Module):
 def test_a_function_before_a_module_kept_whole():
     """What the function returns is a view, as a subclass, that must not see its memory written to."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.hooked, self.last = nn.Linear(8, 8), Hooked(), nn.Linear(8, 8)
-
+    class Model(Layered, first=8, hooked=Hooked, last=8):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(self.hooked(Tanh.apply(self.first(x))))
 

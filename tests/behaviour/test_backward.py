@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.graph_functions import exporting
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients
 from torch import nn
 
@@ -41,11 +42,7 @@ class Frozen(nn.Module):
         return self.last(Straight.apply(self.first(x), self.weight).tanh())
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.square, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-
+class Tied(Layered, first=(8, WIDTH), square=WIDTH, last=(WIDTH, 4)):
     def forward(self, x):
         return self.last(self.square(self.square(self.first(x)).tanh()))
 

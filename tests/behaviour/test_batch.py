@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -21,12 +22,8 @@ from fxpipe.errors import ArgumentError, TraceError
 SIZES = (4, 1, 2, 3, 5, 32)
 
 
-class Attention(nn.Module):
+class Attention(Layered, position=lambda: nn.Embedding(4, 4), qkv=(4, 12), out=4):
     """x: [b, 4, 4], mask: [4, 4], positions: [4]"""
-
-    def __init__(self):
-        super().__init__()
-        self.position, self.qkv, self.out = nn.Embedding(4, 4), nn.Linear(4, 12), nn.Linear(4, 4)
 
     def forward(self, x, mask, positions):
         b, t, d = x.shape
@@ -36,12 +33,8 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(b, t, d)), mask
 
 
-class Images(nn.Module):
+class Images(Layered, conv=lambda: nn.Conv2d(4, 4, 3, padding=1), scale=4, head=4):
     """x: [b, 4, 4, 4]: channels, height and width are equal too."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.scale, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
         y = F.relu(self.conv(x))
@@ -50,12 +43,8 @@ class Images(nn.Module):
         return self.head(y.permute(0, 2, 3, 1)).flatten(1)
 
 
-class Rows(nn.Module):
+class Rows(Layered, a=(6, 4), b=(4, 6)):
     """x: [b, 4, 6], handled as [b * 4, 6]; a table of [4, 6] is added to each sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 4), nn.Linear(4, 6)
 
     def forward(self, x, table):
         b, t, d = x.shape
@@ -63,12 +52,8 @@ class Rows(nn.Module):
         return rows.view(-1, t, d) * torch.arange(t).view(1, t, 1), rows
 
 
-class TimeFirst(nn.Module):
+class TimeFirst(Layered, lstm=lambda: nn.LSTM(4, 4), head=4):
     """x: [4, b, 4], memory: [b, 4]"""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 4), nn.Linear(4, 4)
 
     def forward(self, x, memory):
         h = x.new_zeros(1, x.shape[1], 4)
@@ -76,12 +61,8 @@ class TimeFirst(nn.Module):
         return self.head(y), c[-1]
 
 
-class Pairs(nn.Module):
+class Pairs(Layered, a=4, b=4):
     """Samples as queries over features: x: [b, 4], keys: [4, 4]. All products of equal sizes are possible."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x, keys):
         weights = torch.softmax(self.a(x) @ keys.T / x.shape[-1] ** 0.5, -1)
@@ -89,12 +70,8 @@ class Pairs(nn.Module):
         return self.b(weights @ keys) @ eye, x.new_ones(x.shape[0], x.shape[0]).sum(1) / x.shape[0]
 
 
-class Lengths(nn.Module):
+class Lengths(Layered, a=4):
     """x: [b, 4, 4], lengths: [b]; scale: a number of no dimensions"""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
 
     def forward(self, x, lengths, scale):
         mask = torch.arange(x.shape[1])[None] < lengths[:, None]
@@ -224,11 +201,7 @@ def test_model_that_takes_its_batch_from_elsewhere_says_so():
 
 
 def test_outputs_whose_rows_do_not_add_up_are_refused():
-    class EveryOther(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
+    class EveryOther(Layered, first=6, second=6):
         def forward(self, x):
             y = self.first(x)
             return self.second(y[0::2])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.graph_functions import exporting
+from helpers.layered import Layered
 from helpers.oracle import assert_same_state, assert_step
 from torch import nn
 
@@ -140,11 +141,7 @@ def test_what_forward_does_not_ask_needs_no_other_graph():
         assert len(pipe._fxpipe.graphs) == 1
 
 
-class Told(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
+class Told(Layered, first=6, second=6):
     def forward(self, x: torch.Tensor, names: set[str], factors: np.ndarray) -> torch.Tensor:
         x = self.first(x) * float(factors.sum())
         return self.second(x * 2 if "b" in names else x)

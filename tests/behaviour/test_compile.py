@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.models import GPT, UNet
 from helpers.oracle import accumulate_gradients, assert_same_gradients, assert_same_state
 from torch import nn
@@ -121,12 +122,8 @@ def test_a_stage_is_compiled_in_its_worker_and_again_for_uneven_micro_batches_on
     assert {name: found.count(name) for name in found} == {"fxpipe-0-cpu": 3, "fxpipe-1-cpu": 2}
 
 
-class Dropping(nn.Module):
+class Dropping(Layered, one=(6, 8), two=8):
     """Dropout of three kinds, once in place; the last one draws nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 8)
 
     def forward(self, x):
         h = F.dropout(self.one(x), 0.3)

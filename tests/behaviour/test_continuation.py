@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state, closing
 from torch import nn
 from torch.utils import checkpoint as recompute
@@ -231,19 +232,11 @@ def test_what_was_called_before_may_be_called_again() -> None:
 
 
 def test_results_of_any_structure_are_handed_on() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(8, 8)
-
+    class Pair(Layered, lin=8):
         def forward(self, x: torch.Tensor, *, scale: float) -> dict[str, Any]:
             return {"h": self.lin(x) * scale, "more": (x, None, "text")}
 
-    class Structured(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pair, self.last = Pair(), Pair()
-
+    class Structured(Layered, pair=Pair, last=Pair):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             found = self.pair(x, scale=2.0)
             h, (again, nothing, text) = found["h"], found["more"]
@@ -318,12 +311,8 @@ def test_a_module_that_is_called_without_gradients_is_recorded_without_gradients
     assert_trains(Taught(), calm_and_wild(), check_cut)
 
 
-class Chosen(nn.Module):
+class Chosen(Layered, first=4, layers=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(4))):
     """A hidden number says which layer runs; each number of samples gives another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, x):
         h = self.first(x)
@@ -365,12 +354,8 @@ def test_sizes_chosen_by_value_do_not_fix_the_batch_of_the_inputs_behind_them(se
     assert_trains(Experts(uses_ids), batches)
 
 
-class Scaled(nn.Module):
+class Scaled(Layered, layer=4, last=4):
     """A number of the samples is read before the line that makes the rest Python, and used on both sides of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         number = int(ids.max())
@@ -387,12 +372,8 @@ def test_a_number_of_the_samples_is_the_same_on_both_sides_of_what_is_recorded()
     assert_trains(Scaled(), batches, out_dims=0)  # the number and the branch are those of a micro-batch
 
 
-class Recomputing(nn.Module):
+class Recomputing(Layered, first=8, second=8, third=8, last=8):
     """Calls modules inside of checkpoints, before and behind a line that looks at hidden values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third, self.last = (nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.first(x * 1)).exp()

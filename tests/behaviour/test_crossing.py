@@ -4,15 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.every_cut import EveryCut
+from helpers.layered import Layered
 from torch import nn
 
 
-class Mixed(nn.Module):
+class Mixed(Layered, one=4, two=4, three=4):
     """Takes what is no activation at its beginning, and uses it at its end."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x, ids, options):
         batch, device, dtype = x.shape[0], x.device, x.dtype
@@ -48,12 +45,8 @@ class Made(nn.Module):
         return torch.where(torch.eye(4, dtype=torch.bool, device=x.device)[rows], h, -h)
 
 
-class Albert(nn.Module):
+class Albert(Layered, block=lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())):
     """One block, called again and again."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())
 
     def forward(self, x):
         for _ in range(4):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.devices import on_cpu, workers
+from helpers.layered import Layered
 from helpers.oracle import accumulate_gradients, assert_same_gradients, assert_same_state, draw_seed, train_step
 from torch import nn
 from torch.export import Dim
@@ -497,12 +498,8 @@ def test_many_graphs_of_other_conclusions_from_sizes_are_warned_of_once_with_the
         pipe(torch.randn(4, 30, D))
 
 
-class WithLoss(nn.Module):
+class WithLoss(Layered, embedding=lambda: nn.Embedding(20, D), layer=D, head=(D, 20)):
     """Takes its loss by itself: a mean over the tokens that count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(20, D), nn.Linear(D, D), nn.Linear(D, 20)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.head(torch.relu(self.layer(self.embedding(ids))))

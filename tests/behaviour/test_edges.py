@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.devices import on_cpu, workers
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, closing
 from torch import nn
 
@@ -163,12 +164,8 @@ def test_inputs_of_every_layout():
 # -- nothing ---------------------------------------------------------------------------------------------------------
 
 
-class WithNothing(nn.Module):
+class WithNothing(Layered, a=6, b=(6, 4), empty=(0, 6)):
     """Values without elements, from stage to stage."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.empty = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(0, 6)
 
     def forward(self, x, nothing):
         h = self.a(x)

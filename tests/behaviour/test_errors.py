@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import assert_same_state
 from torch import nn
 
@@ -14,22 +15,14 @@ import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, LossError, PartitionError, StateError
 
 
-class Sum(nn.Module):
+class Sum(Layered, a=4, b=4, c=(4, 3)):
     """Two inputs that meet."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
 
     def forward(self, x, y):
         return self.c(torch.relu(self.a(x)) + self.b(y))
 
 
-class Apart(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
-
+class Apart(Layered, a=(4, 2), b=(4, 2)):
     def forward(self, x, y):
         return self.a(x), self.b(y)
 
@@ -276,11 +269,7 @@ def test_missing_inputs():
 # -- the batch -------------------------------------------------------------------------------------------------------
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
+class Scale(Layered, weight=lambda: nn.Parameter(torch.ones(3))):
     def forward(self, x):
         return (self.weight * x).tanh()
 

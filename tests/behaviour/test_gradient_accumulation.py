@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.devices import on_cpu, workers
+from helpers.layered import Layered
 from helpers.oracle import accumulate_gradients, assert_same_gradients, assert_same_state, draw_seed
 from torch import nn
 
@@ -231,12 +232,8 @@ def test_losses_are_means_over_samples_or_sums(reduction: str, scale: float) -> 
         assert_same_gradients(pipe, plain)
 
 
-class WithLoss(nn.Module):
+class WithLoss(Layered, embedding=lambda: nn.Embedding(20, D), layer=D, head=(D, 20)):
     """Takes a mean over the tokens that count by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(20, D), nn.Linear(D, D), nn.Linear(D, 20)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         logits = self.head(torch.relu(self.layer(self.embedding(ids))))
@@ -373,11 +370,7 @@ def test_memory_that_forward_writes_to_and_another_micro_batch_reads_is_refused(
 
 @pytest.mark.anywhere
 def test_structure_and_dtype_may_differ() -> None:
-    class Optional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.last = nn.Embedding(20, D), nn.Linear(D, D)
-
+    class Optional(Layered, embedding=lambda: nn.Embedding(20, D), last=D):
         def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
             h = self.embedding(ids)
             return self.last(h if mask is None else h * mask[..., None])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import assert_step
 from torch import nn
 
@@ -75,12 +76,8 @@ def test_inputs_and_targets_that_cannot_be_cut_are_refused_by_name(kind: str) ->
         assert pipe(torch.randn(6, 4)).shape == (6, 4)
 
 
-class Sparse(nn.Module):
+class Sparse(Layered, layers=lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))):
     """A model that returns a sparse tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"rows": self.layers(x).to_sparse()}
@@ -91,12 +88,8 @@ def test_a_sparse_output_is_refused_with_its_line() -> None:
         fxpipe.pipeline(Sparse(), ["cpu"] * 2, 2, example_args=(torch.randn(6, 4),))
 
 
-class Scaled(nn.Module):
+class Scaled(Layered, a=4, b=4):
     """A model that looks for an attribute of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(self.a(x)) * getattr(x, "scale", 1.0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, padded_loss, token_loss, tokens
 from helpers.ranks import Ranks, raised, square_mesh
 from torch import nn
@@ -268,11 +269,7 @@ class Winding(nn.Module):
         return torch.tanh(self.first(x)) + self.seen if way else x
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
+class Scaled(Layered, scale=lambda: nn.Parameter(torch.ones(()))):
     def forward(self, out, target):
         return F.mse_loss(out * self.scale, target)
 
@@ -352,12 +349,8 @@ def test_sparse_gradients_other_graphs_and_parameters_of_the_loss_are_summed_ove
         torch.testing.assert_close(value, model.seen)
 
 
-class TableTwice(nn.Module):
+class TableTwice(Layered, table=lambda: nn.Embedding(5, 4, sparse=True), last=4):
     """Uses a table with sparse gradients as a weight, too, where it is told."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.last = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)
 
     def forward(self, ids, way=0):
         x = self.table(ids)
@@ -392,12 +385,8 @@ def test_a_gradient_that_is_sparse_on_one_replica_and_dense_on_another_is_summed
                 torch.testing.assert_close(gradient, expected[name])
 
 
-class OwnLoss(nn.Module):
+class OwnLoss(Layered, emb=lambda: nn.Embedding(11, 8), hidden=8, head=(8, 11)):
     """Takes the loss itself, a mean over the tokens that are not 0, and returns it beside its output."""
-
-    def __init__(self):
-        super().__init__()
-        self.emb, self.hidden, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11)
 
     def forward(self, ids, labels):
         out = self.head(torch.tanh(self.hidden(self.emb(ids))))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.ranks import Ranks, raised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,11 +61,7 @@ def test_a_rank_that_raises_stops_the_others_with_its_cause_and_the_next_step_wo
         assert theirs[i][0] is ValueError
 
 
-class Picky(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Picky(Layered, first=4, second=4):
     def forward(self, x):
         return self.second(refuse_large(torch.tanh(self.first(x))))
 

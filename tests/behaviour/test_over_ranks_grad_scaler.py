@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.ranks import square_mesh
 from torch import nn
 
@@ -12,13 +13,8 @@ from fxpipe.errors import StateError
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}
 
 
-class Overflowing(nn.Module):
+class Overflowing(Layered, gain=lambda: nn.Parameter(torch.ones(4)), first=4, second=4):
     """The gradient of `gain`, in the first stage, is as large as the input; nothing else is."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(4))
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
         large = x * self.gain

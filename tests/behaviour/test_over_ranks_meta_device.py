@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.rank_models import MIXED_CUTS, Mixed, token_loss, tokens
 from helpers.ranks import Ranks
 from safetensors.torch import save_file, save_model
@@ -292,12 +293,7 @@ class Rotary(nn.Module):
         return x * self.table * self.masks[0] + self.shift
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer, self.rotary = nn.Linear(8, 8), nn.Linear(8, 8), Rotary()
-        self.scale = nn.Parameter(torch.ones(8))
-
+class Block(Layered, inner=8, outer=8, rotary=Rotary, scale=lambda: nn.Parameter(torch.ones(8))):
     def forward(self, x):
         return self.outer(torch.tanh(self.inner(self.rotary(x)))) * self.scale
 
@@ -539,12 +535,8 @@ def test_a_model_that_is_whole_stays_whole_on_each_rank(two_ranks):
     assert two_ranks.run(keep_whole) == [True, True]
 
 
-class Winding(nn.Module):
+class Winding(Layered, first=4, second=4, third=4):
     """Takes another way than it was planned for: it uses a weight in another stage as well."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x, again=False):
         x = torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.rank_models import MIXED_CUTS, Mixed, padded_loss, token_loss, tokens
 from helpers.ranks import square_mesh
 from torch import nn
@@ -22,13 +23,8 @@ STEPS = [
 ]
 
 
-class Winding(nn.Module):
+class Winding(Layered, first=4, second=4, third=4, drop=lambda: nn.Dropout(0.3)):
     """Takes the way that a micro-batch asks for: a weight is used in another stage, and more values cross the cut."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
-        self.drop = nn.Dropout(0.3)
 
     def forward(self, x, way=0):
         y = torch.tanh(self.first(x))
@@ -37,12 +33,8 @@ class Winding(nn.Module):
         return torch.tanh(self.first(z)) + y if way else z
 
 
-class Meeting(nn.Module):
+class Meeting(Layered, first=4, last=4):
     """Takes the mean of all samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
         y = torch.tanh(self.first(x))

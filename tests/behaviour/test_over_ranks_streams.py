@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import oracle
 from helpers.delayed_updates import RULES, train_delayed
+from helpers.layered import Layered
 from helpers.rank_models import Dense
 from helpers.ranks import raised, square_mesh
 from helpers.residual_blocks import Rows
@@ -127,12 +128,8 @@ def test_mini_batches_that_need_another_graph_begin_anew_on_all_ranks(two_ranks)
         assert all(torch.equal(value, state[key]) for key, value in part.items())
 
 
-class OwnLoss(nn.Module):
+class OwnLoss(Layered, first=WIDTH, second=WIDTH):
     """Takes the loss itself: a mean over elements, of which micro-batches have unequal numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, t):
         y = self.second(torch.tanh(self.first(x)))
@@ -211,11 +208,7 @@ def refuse_large(x):
     return x
 
 
-class Fragile(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Fragile(Layered, linear=WIDTH):
     def forward(self, x):
         return refuse_large(self.linear(x))
 
@@ -449,12 +442,8 @@ def test_replicas_draw_the_numbers_of_the_mini_batches_together(four_ranks):
         torch.testing.assert_close(part, {key: state[key] for key in part})
 
 
-class Scaled(nn.Module):
+class Scaled(Layered, scale=lambda: nn.Parameter(torch.tensor(0.5))):
     """A loss with a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, y, t):
         return F.mse_loss(y * self.scale, t)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.devices import workers
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -216,12 +217,8 @@ def test_pairs_weigh_the_loss_of_each_micro_batch():
             torch.testing.assert_close(have, want.detach())
 
 
-class Metrics(nn.Module):
+class Metrics(Layered, lin=(4, 3)):
     """Two losses, a rate and a count beside each other."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 3)
 
     def forward(self, x, t):
         y = self.lin(x)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.devices import workers
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state, parts_of
 from torch import nn
 
@@ -203,12 +204,8 @@ def test_texts_for_people_and_sizes_for_functions_keep_nothing_whole():
     assert_same_steps(model, chosen(0, 2, 3), out_dims=0)
 
 
-class SlicedInside(nn.Module):
+class SlicedInside(Layered, lin=4):
     """A number of rows that only the stage knows goes on through further functions."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         rows = (h.sum(1) > 2).sum()

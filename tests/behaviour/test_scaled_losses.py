@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state, train_step
 from torch import nn
 
@@ -72,11 +73,7 @@ class Made:
     extra: Any
 
 
-class Structured(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
-
+class Structured(Layered, a=(6, 8), b=(8, 4)):
     def forward(self, x):
         h = self.a(x).tanh()
         y = self.b(h)

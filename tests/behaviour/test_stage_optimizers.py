@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracle
+from helpers.layered import Layered
 from helpers.optimized_model import CHUNKS, QUICK, batches, model_of, piped
 from torch import nn
 from torch.optim import lr_scheduler
@@ -223,11 +224,7 @@ def test_what_a_function_leaves_out_is_not_trained_and_a_group_can_be_added():
 
 
 def test_sparse_gradients_have_an_optimizer_of_their_own():
-    class Words(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.a, self.b = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 2)
-
+    class Words(Layered, words=lambda: nn.Embedding(9, 4, sparse=True), a=4, b=(4, 2)):
         def forward(self, ids):
             return self.b(F.gelu(self.a(self.words(ids))))
 

@@ -14,6 +14,7 @@ from helpers.case_steps import (
     case_and_pipe,
     set_options,
 )
+from helpers.layered import Layered
 from helpers.models import BY_NAME, CASES
 from helpers.oracle import assert_same_gradients, train_step
 from torch import nn
@@ -116,11 +117,7 @@ def test_inputs_that_require_grad_get_theirs(drop_in):
 
 
 def test_the_gradients_of_what_is_returned_twice_add_up():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Twice(Layered, first=4, last=4):
         def forward(self, x):
             h = self.last(self.first(x).tanh())
             return h, {"again": h}

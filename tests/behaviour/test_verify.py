@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import closing
 from torch import nn
 
@@ -275,12 +276,8 @@ def test_rounding_of_two_modules_does_not_cancel():
     assert 0 < bias.allowed < 1e-4
 
 
-class PerSample(nn.Module):
+class PerSample(Layered, inner=4):
     """Kept whole, since it uses `vmap`, which lets nobody draw random numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
 
     def forward(self, x):
         return torch.func.vmap(torch.func.grad(lambda row: self.inner(row).square().sum()))(x)

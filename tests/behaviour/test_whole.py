@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from helpers.devices import workers
 from helpers.every_cut import EveryCut
+from helpers.layered import Layered
 from helpers.oracle import assert_same_state, assert_step, closing, draw_seed, seeded_opaque_call
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -77,11 +78,7 @@ def pipe_of(model: nn.Module, **options: Any) -> Any:
 # -- which modules ---------------------------------------------------------------------------------------------------
 
 
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = Inner(), Model(Inner())
-
+class Nested(Layered, a=Inner, b=lambda: Model(Inner())):
     def forward(self, x):
         return self.b(self.a(x))
 
@@ -143,22 +140,14 @@ class Named(nn.Module):
         return {"y": (x * scale, [None, 3, "text"]), "z": x + (0 if shift is None else shift), "o": options["k"] * x}
 
 
-class Calling(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.last = Named(), nn.Linear(6, 6)
-
+class Calling(Layered, inner=Named, last=6):
     def forward(self, x):
         made = self.inner(x, scale=self.last.bias, options={"k": x * 2, "n": None, "b": x.shape[1]})
         assert made["y"][1] == [None, 3, "text"]
         return self.last(made["y"][0] + made["z"]) + made["o"]
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(6, 6), Inner(), nn.Linear(6, 6)
-
+class Twice(Layered, first=6, inner=Inner, last=6):
     def forward(self, x):
         return self.last(self.inner(self.first(self.inner(x))))
 
@@ -773,11 +762,7 @@ OUTPUTS: dict[str, Any] = {"number": lambda m: 1 if m.training else 2, "none": l
 def test_an_output_that_is_no_tensor_may_not_change(name):
     """`State` stands for anything that the pipe cannot follow."""
 
-    class Flagged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(6, 6)
-
+    class Flagged(Layered, lin=6):
         def forward(self, x):
             return self.lin(x), OUTPUTS[name](state)
 
@@ -904,12 +889,8 @@ def test_another_thread_calls_leaf_functions_as_they_are():
 # -- modules that the tracer keeps whole by itself ------------------------------------------------------------------
 
 
-class Hidden(nn.Module):
+class Hidden(Layered, lin=6):
     """Reads what only the stages know."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(6, 6)
 
     def forward(self, x):
         h = self.lin(x)
@@ -962,11 +943,7 @@ def test_kept_whole_by_itself(name):
 def test_draws_inside_of_a_module_kept_whole_are_its_own():
     """They are no decisions of the mini-batch, and what is drawn after them is."""
 
-    class Dropping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.layers = Drawing(), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
+    class Dropping(Layered, inner=Drawing, layers=lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(3))):
         def forward(self, x):
             x = self.inner(x)
             for layer in self.layers:

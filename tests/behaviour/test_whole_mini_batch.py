@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -13,13 +14,8 @@ from fxpipe.errors import ArgumentError
 DEVICES = ["cpu", "cpu"]
 
 
-class TwoTowers(nn.Module):
+class TwoTowers(Layered, image=(8, 16), text=(6, 16), scale=lambda: nn.Parameter(torch.ones(()))):
     """CLIP: each sample is compared with all others."""
-
-    def __init__(self):
-        super().__init__()
-        self.image, self.text = nn.Linear(8, 16), nn.Linear(6, 16)
-        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, image, text):
         image, text = F.normalize(self.image(image).relu(), dim=-1), F.normalize(self.text(text).relu(), dim=-1)
@@ -27,34 +23,22 @@ class TwoTowers(nn.Module):
         return logits, F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
 
-class Rolled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
-
+class Rolled(Layered, first=8, last=(8, 3)):
     def forward(self, x):
         h = self.first(x).relu()
         return self.last(h + h.roll(1, 0) - h.max())
 
 
-class Field(nn.Module):
+class Field(Layered, first=8, last=(8, 3)):
     """Points and centers, of which there are as many as there are: no dimension is the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, points, centers):
         near = torch.softmax(-torch.cdist(self.first(points), centers), dim=-1)
         return self.last(near @ centers)
 
 
-class Noting(nn.Module):
+class Noting(Layered, first=8, last=(8, 3)):
     """Leaves a tensor of the autograd graph in an attribute, and writes to an input that holds no samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x, memory):
         h = self.first(x)

@@ -3,15 +3,13 @@
 import torch
 from torch import nn
 
+from helpers.layered import Layered
+
 SKIPPING_CUTS = ["l.0", "l.1", "l.2"]
 
 
-class Skipping(nn.Module):
+class Skipping(Layered, l=lambda: nn.ModuleList(nn.Linear(16, 16) for _ in range(4))):
     """The first layer's value is used in the second and the last one, and so is the input in the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = torch.tanh(self.l[0](x))

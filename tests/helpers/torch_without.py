@@ -17,46 +17,30 @@ from torch import nn
 from torch._dynamo.source import LocalSource  # noqa: F401
 from torch.nn import functional as F
 
+from helpers.layered import Layered
 
-class Convolutions(nn.Module):
+
+class Convolutions(Layered, first=lambda: nn.Conv2d(1, 2, 3), second=lambda: nn.Conv2d(2, 2, 3), head=(8, 3)):
     """Has a frozen part, convolutions, a sum of squares and a loss of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(1, 2, 3)
-        self.second = nn.Conv2d(2, 2, 3)
-        self.head = nn.Linear(8, 3)
 
     def forward(self, x, y):
         x = self.second(F.relu(self.first(x))) + 1
         return F.cross_entropy(self.head(x.flatten(1)), y)
 
 
-class Mapped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-
+class Mapped(Layered, first=4, last=(4, 2)):
     def forward(self, x):
         return self.last(torch.vmap(lambda row: row.sin() * 2)(self.first(x)))
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-
+class Attention(Layered, first=4, last=(4, 2)):
     def forward(self, x):
         q = self.first(x)[:, None]
         return self.last(F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)[:, 0])
 
 
-class Noise(nn.Module):
+class Noise(Layered, weight=lambda: nn.Parameter(torch.ones(4))):
     """Has a part that Python decides, with random numbers in a checkpoint."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x):
         scale = 2.0 if float(x.detach().sum()) > 1e9 else 1.0

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -109,11 +110,7 @@ def test_a_leaf_function_that_splits_at_places_of_a_tensor():
     def halves_swapped(x, places):
         return torch.cat(x.tensor_split(places[:1], dim=1)[::-1], dim=1)
 
-    class Swapping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 3)
-
+    class Swapping(Layered, embed=lambda: nn.Embedding(WORDS, WIDTH), head=(WIDTH, 3)):
         def forward(self, ids, lengths):
             return self.head(halves_swapped(self.embed(ids), lengths * 0 + 2))
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.delayed_updates import rounds_of_replicas, rule_of_replicas, train_delayed
 from helpers.devices import forced_copies
+from helpers.layered import Layered
 from helpers.planted import with_fault
 from torch import nn
 
@@ -25,12 +26,8 @@ pytestmark = pytest.mark.simulated
 WIDTH = 6
 
 
-class Skipping(nn.Module):
+class Skipping(Layered, shared=WIDTH, inner=WIDTH, outer=WIDTH):
     """A weight of two stages, a value that skips one, and values with gaps between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.inner, self.outer = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x):
         left, right = self.shared(x).relu().view(-1, 2, WIDTH // 2).unbind(1)

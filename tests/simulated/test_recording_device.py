@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -31,22 +32,14 @@ def only_here() -> Any:
     return operation
 
 
-class WithKernel(nn.Module):
+class WithKernel(Layered, first=6, second=(6, 3), norm=lambda: nn.BatchNorm1d(6)):
     """A model with an operation that the CPU lacks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.norm = nn.Linear(6, 6), nn.Linear(6, 3), nn.BatchNorm1d(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.norm(only_here()(self.first(x))))
 
 
-class ByDevice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
-
+class ByDevice(Layered, first=6, second=(6, 3)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
         return self.second(h.sin() if h.device.type == "sim" else h.cos())

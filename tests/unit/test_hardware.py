@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.models import GPT, UNet
 from hypothesis import given
 from hypothesis import strategies as st
@@ -188,11 +189,7 @@ def test_a_product_takes_the_rate_of_its_type():
 
 
 def test_autocast_is_heeded():
-    class Cast(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4096, 4096, bias=False)
-
+    class Cast(Layered, linear=lambda: nn.Linear(4096, 4096, bias=False)):
         def forward(self, x):
             with torch.autocast("cpu", torch.bfloat16):
                 return self.linear(x)
@@ -263,11 +260,7 @@ def test_the_part_of_backward_for_weights():
 
 
 def test_what_is_made_of_weights_alone_belongs_to_their_part():
-    class Normed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1024, 1024))
-
+    class Normed(Layered, weight=lambda: nn.Parameter(torch.zeros(1024, 1024))):
         def forward(self, x):
             return x @ (self.weight * 2).t()
 
@@ -369,11 +362,7 @@ def test_a_model_with_values_is_estimated_like_the_one_without_and_not_run(name,
 
 
 def test_a_model_that_asks_for_values_is_estimated_on_them():
-    class Picks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
+    class Picks(Layered, linear=8, norm=lambda: nn.BatchNorm1d(8)):
         def forward(self, x):
             y = F.dropout(self.norm(self.linear(x)))
             z = torch.zeros_like(y)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, closing
 from torch import nn
 from torch.autograd import Function
@@ -200,12 +201,8 @@ def test_applying_is_as_it_was_after_a_block_and_for_nested_ones() -> None:
     assert "__getattribute__" not in FunctionMeta.__dict__
 
 
-class Hidden(nn.Module):
+class Hidden(Layered, linear=4):
     """Applies a function in a thread of its own, where nothing of it is seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.linear(x).clone()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state, train_step
 from torch import nn
 
@@ -70,11 +71,7 @@ class Watched(nn.Module):
         return self.watch("second", self.second(h.float()), number)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(5, 5, num_layers=2, dropout=0.3, batch_first=True)
-
+class Recurrent(Layered, lstm=lambda: nn.LSTM(5, 5, num_layers=2, dropout=0.3, batch_first=True)):
     def forward(self, x):
         return self.lstm(x[:, None, :])[0][:, 0, :]
 
@@ -93,35 +90,23 @@ class Averaging(nn.Module):
         return torch.tanh(h - self.average)
 
 
-class Casting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
-
+class Casting(Layered, linear=5, other=5):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
             h = self.linear(x)
         return self.other(h.float())
 
 
-class Rolling(nn.Module):
+class Rolling(Layered, linear=5):
     """Rolls the dice of Python, of torch, and of torch within Python that runs as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
 
     def forward(self, x):
         h = self.linear(x) * (1 + random.random()) + torch.rand_like(x)
         return F.dropout(h, 0.2)
 
 
-class Slopes(nn.Module):
+class Slopes(Layered, linear=5):
     """Gradients of a function inside, by `torch.func`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
 
     def forward(self, x):
         h = self.linear(x)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracle
+from helpers.layered import Layered
 from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,11 +42,7 @@ class Looks(nn.Module):
         return x * 1
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.looks, self.second, self.last = nn.Linear(6, 6), Looks(), nn.Linear(6, 6), nn.Linear(6, 2)
-
+class Net(Layered, first=6, looks=Looks, second=6, last=(6, 2)):
     def forward(self, x):
         x = torch.tanh(self.first(x))
         x = self.looks(torch.sigmoid(self.second(x)))
@@ -329,11 +326,7 @@ def test_where_a_pipe_cannot_run_it_says_so(name):
 # -- anomaly mode and the profiler -----------------------------------------------------------------------------------
 
 
-class BadRoot(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
+class BadRoot(Layered, first=6, second=6):
     def forward(self, x):
         y = torch.sqrt(self.first(x) * 0)  # infinite slope, times zero
         return self.second(y)
@@ -391,11 +384,7 @@ def test_the_default_device_of_an_import_is_nobodys_device():
     assert module._entry_token.device.type == "cpu"
 
 
-class MakesLeaves(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class MakesLeaves(Layered, a=4, b=4):
     def forward(self, x):
         zeros = torch.zeros(x.shape[0], 4).requires_grad_()
         h = self.a(x) * 2

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from helpers.drawn_plans import drawn_plan, portals_between
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -85,12 +86,7 @@ def test_a_tuning_marks_what_it_chose():
     assert page.text.count("lacks") == 1
 
 
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.last = nn.Linear(8, 2)
-
+class Layers(Layered, first=(4, 8), last=(8, 2)):
     def forward(self, x):
         return self.last(torch.relu(self.first(x)))
 

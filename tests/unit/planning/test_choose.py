@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases import each_once
+from helpers.layered import Layered
 from helpers.oracle import closing
 from helpers.plan_models import (
     BATCH,
@@ -272,12 +273,8 @@ def test_several_stages_on_a_device_share_its_memory_and_what_is_pinned_stays() 
     assert where["layers_2"] == 1
 
 
-class Lopsided(nn.Module):
+class Lopsided(Layered, large=lambda: nn.ModuleList(nn.Linear(64, 64) for _ in range(2))):
     """All parameters are in the first layers, and all time is in the last ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.large:

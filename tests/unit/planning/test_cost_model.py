@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.branching_models import Parts, Tied, Towers, Translation, tokens, vectors
 from helpers.cases import each_once
+from helpers.layered import Layered
 from helpers.models import BY_NAME
 from helpers.plan_models import Deep, rows
 from helpers.run_stages import Stages, leaves_of, sample
@@ -169,11 +170,7 @@ def test_a_cut_comes_to_what_its_stages_do(name: str, order: Callable[[Traced], 
     assert exact >= 6
 
 
-class WritesToItsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
+class WritesToItsInput(Layered, one=4, two=4, three=4):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         h = self.one(x + y)
         x.add_(h)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.unseen_list import UnseenList
 from torch import nn
 
@@ -91,12 +92,8 @@ def test_a_pipe_that_plans_at_its_first_call_says_it_there() -> None:
     assert [warning.filename for warning in told] == [__file__]
 
 
-class Rolls(nn.Module):
+class Rolls(Layered, linear=4):
     """Drawn in Python, so that it is kept whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * (2 if random.random() < 0.5 else 1)

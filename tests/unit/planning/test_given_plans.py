@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state, closing
 from helpers.plan_hardware import hardware
 from torch import nn
@@ -20,13 +21,8 @@ from fxpipe.partitioning import Link
 from fxpipe.planning.plans.figures import plan_figures
 
 
-class Moody(nn.Module):
+class Moody(Layered, first=4, norm=lambda: nn.BatchNorm1d(4), extra=4, last=4):
     """Another graph in evaluation: dropout, batch norm, and a layer that only training has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.extra = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.last = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.dropout(torch.tanh(self.norm(self.first(x))), 0.0, self.training)
@@ -126,12 +122,8 @@ def test_another_model_is_refused_in_either_mode() -> None:
 # -- other micro-batches -----------------------------------------------------------------------------------------------
 
 
-class Masked(nn.Module):
+class Masked(Layered, layers=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(6))):
     """Values that grow with the batch, one that does not, and a skip."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask, first = torch.ones(4, device=x.device).cumsum(0), self.layers[0](x)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state, closing, train_step
 from torch import nn
 
@@ -201,11 +202,7 @@ def test_more_marks_than_cuts_are_refused() -> None:
 
 
 def test_a_mark_where_no_cut_can_stand_is_refused() -> None:
-    class Split(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 8), nn.Linear(4, 4)
-
+    class Split(Layered, one=(4, 8), two=4):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             parts = self.one(x).chunk(2, 1)
             left = parts[0] * 2
@@ -216,13 +213,8 @@ def test_a_mark_where_no_cut_can_stand_is_refused() -> None:
     assert plan.stages[1].nodes[0] == "add"
 
 
-class Idle(nn.Module):
+class Idle(Layered, start=nn.Identity, a=4, b=4, c=4, between=lambda: nn.Sequential(nn.Identity()), unused=4):
     """Modules that compute nothing, at the start, between others, and not at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start, self.a, self.b, self.c = nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.between, self.unused = nn.Sequential(nn.Identity()), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.c(self.between(self.b(self.a(self.start(x)))))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.plan_hardware import hardware, narrow_then_wide
 from torch import nn
 
@@ -155,11 +156,7 @@ def test_stages_without_replicas_begin_where_the_slowest_of_all_takes_least():
 
 
 def test_a_cut_in_forward_is_heeded():
-    class Marked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
-
+    class Marked(Layered, parts=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(6))):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for k, part in enumerate(self.parts):
                 x = part(x)

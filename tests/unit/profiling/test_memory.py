@@ -8,6 +8,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from helpers.models import DictOut, ResNet, UNet
 from helpers.run_stages import Stages, leaves_of, sample, saved_by
 from helpers.saved_bytes import Of, Pictures, counted, number, of_stages
@@ -236,11 +237,7 @@ def test_what_a_node_writes_and_keeps_is_made_by_it() -> None:
 
 
 def test_functions_that_allow_no_hooks_say_themselves_what_they_keep() -> None:
-    class Slope(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4))
-
+    class Slope(Layered, weight=lambda: nn.Parameter(torch.randn(4, 4))):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.func.vmap(torch.func.grad(lambda row: ((self.weight @ row) ** 2).sum()))(x)
 

@@ -13,6 +13,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from helpers.models import GPT, Block
 from torch import fx, nn
 
@@ -580,11 +581,7 @@ def asleep(h: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_leaf_that_sleeps_costs_what_a_step_waits_for_it() -> None:
-    class Sleeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Sleeps(Layered, one=4, two=4):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = self.two(asleep(self.one(x)))
             return out

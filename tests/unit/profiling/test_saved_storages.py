@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from helpers.models import GPT, ResNet, TwoBranch, UNet
 from helpers.run_stages import Stages, leaves_of, sample, saved_by
 from helpers.saved_bytes import Of, Pictures, counted, of_stages
@@ -206,11 +207,7 @@ def test_gpt2_of_transformers(attention: str) -> None:
 
 
 def test_a_node_that_saves_a_storage_twice_saves_it_once():
-    class Square(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Square(Layered, linear=4):
         def forward(self, x):
             y = self.linear(x)
             return y * y  # saves y for either factor

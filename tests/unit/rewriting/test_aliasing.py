@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from helpers.layered import Layered
 from torch import nn
 
 from fxpipe.rewriting import forbidden_cuts
@@ -12,12 +13,8 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced
 
 
-class Written(nn.Module):
+class Written(Layered, first=4, last=4):
     """`w` is a view of `v`, which is a view of `x`; `y` is `x`, changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, h: torch.Tensor) -> Any:
         x = self.first(h)
@@ -84,11 +81,7 @@ def test_what_may_be_a_copy_is_made_from_nothing() -> None:
 
 
 def test_what_is_used_for_the_last_time_before_a_cut_does_not_forbid_it() -> None:
-    class UsedBefore(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last = nn.Linear(4, 4)
-
+    class UsedBefore(Layered, last=4):
         def forward(self, h: torch.Tensor) -> torch.Tensor:
             x = h * 2
             r = x.reshape(-1)

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from helpers.every_cut import CPU, EveryCut
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -25,12 +26,7 @@ def nodes_of(program, stage, name):
 # -- stage code ------------------------------------------------------------------------------------------------------
 
 
-class Tiny(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
+class Tiny(Layered, encoder=4, blocks=lambda: nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])):
     def forward(self, x):
         skip = self.encoder(x)
         h = torch.relu(self.blocks[0](skip))
@@ -171,11 +167,7 @@ def test_buffers_get_what_the_model_sets_them_to():
 # -- where no cut may stand ------------------------------------------------------------------------------------------
 
 
-class Split(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-
+class Split(Layered, one=4):
     def forward(self, x):
         a, b = self.one(x).split(2, 1)
         return a * b
@@ -196,11 +188,7 @@ class Counts(nn.Module):
         return torch.relu(h)
 
 
-class ReshapedBetween(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-
+class ReshapedBetween(Layered, one=4):
     def forward(self, x):
         h = self.one(x)
         r = h.reshape(-1)
@@ -273,11 +261,7 @@ def test_a_graph_of_thousands_of_nodes_is_cut_in_seconds():
 # -- devices ---------------------------------------------------------------------------------------------------------
 
 
-class MakesTensors(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-
+class MakesTensors(Layered, one=4):
     def forward(self, x):
         h = self.one(x)
         h = h + torch.arange(4, device=x.device)
@@ -308,11 +292,7 @@ def test_devices_in_a_graph_are_those_of_the_stage():
 # -- the state of the thread -----------------------------------------------------------------------------------------
 
 
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Blocks(Layered, one=4, two=4):
     def forward(self, x):
         with torch.no_grad():
             h = self.one(x)
@@ -338,12 +318,8 @@ def test_a_stage_sets_the_state_of_its_nodes_and_restores_the_callers():
     assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == before
 
 
-class ParameterLeavesNoGrad(nn.Module):
+class ParameterLeavesNoGrad(Layered, one=4, two=4):
     """The view of a weight was made with gradients, and a cut stands in a block without."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
         w = self.two.weight.t()

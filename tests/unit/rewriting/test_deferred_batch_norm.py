@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, closing, parts_of, train_step
 from torch import nn
 
@@ -379,12 +380,8 @@ def test_a_part_of_a_buffer_in_a_module_kept_whole_is_refused():
         pipe(x)
 
 
-class Fickle(nn.Module):
+class Fickle(Layered, norm=lambda: nn.BatchNorm1d(5), last=(5, 2)):
     """Batch norm once or twice, as the values have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.last = nn.BatchNorm1d(5), nn.Linear(5, 2)
 
     def forward(self, x):
         h = self.norm(x)
@@ -425,11 +422,7 @@ def test_a_step_that_fails_leaves_nothing_and_the_next_one_counts_alone():
             raise RuntimeError("at will")
         return x
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.last = nn.BatchNorm1d(5), nn.Linear(5, 2)
-
+    class Model(Layered, norm=lambda: nn.BatchNorm1d(5), last=(5, 2)):
         def forward(self, x):
             return self.last(fail(self.norm(x)))
 

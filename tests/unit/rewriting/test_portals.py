@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from helpers.every_cut import EveryCut
+from helpers.layered import Layered
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -130,12 +131,8 @@ def watch(monkeypatch):
     return crossed, gone
 
 
-class Once(nn.Module):
+class Once(Layered, one=4, two=4, three=4):
     """`skip` is saved by nobody and used once, two stages later."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
         skip = self.one(x)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from helpers.random_graphs import ANY_MODEL_AND_STEP, random_model
 from helpers.reordered import Reordered, shuffled
 from torch import nn
@@ -81,11 +82,7 @@ def test_only_what_is_the_same_everywhere_may_be_a_copy():
         assert not users_of[name] & may_be.keys()
 
 
-class WritesItsInput(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class WritesItsInput(Layered, one=4, two=4):
     def forward(self, x, y):
         scale = y * 2
         x = self.one(x)
@@ -128,11 +125,7 @@ def test_a_size_of_what_is_no_copy_is_received_and_the_rest_computed():
 
 
 def test_what_depends_on_an_input_that_requires_grad_may_not():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Model(Layered, layer=4):
         def forward(self, x, y):
             return self.layer(x) * y.detach().abs() * x.detach().abs()
 
@@ -153,11 +146,7 @@ class Reader(nn.Module):
         return x + self.seen if x.sum().item() > -1e6 else x - self.seen
 
 
-class WithReader(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.reader = nn.Linear(4, 4), Reader()
-
+class WithReader(Layered, layer=4, reader=Reader):
     def forward(self, x):
         table = self.reader.seen * 2
         return self.reader(self.layer(x)) * table
@@ -214,12 +203,8 @@ def test_the_plain_model_bit_for_bit(order, copied):
         cuts.check(starts, 3, ("1f1b", "drop-in", "gpipe")[k % 3], ("never", "always")[k % 2], seed=k)
 
 
-class UnderAutocast(nn.Module):
+class UnderAutocast(Layered, one=4, two=4):
     """A copy is computed under the state of its own place, within a stage that begins under another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x, table):
         with torch.autocast("cpu", torch.bfloat16):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.branching_models import Parts, Tied, Towers, Translation, tokens, vectors
+from helpers.layered import Layered
 from helpers.partition_problems import partition
 from helpers.random_graphs import ANY_MODEL_AND_STEP, random_model
 from helpers.reordered import Reordered, shuffled
@@ -192,11 +193,7 @@ class NoGrad(Towers):
         return x / scale + layer(x)
 
 
-class ValueReader(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(0.5))
-
+class ValueReader(Layered, weight=lambda: nn.Parameter(torch.tensor(0.5))):
     def forward(self, x):
         return x * self.weight if (x * self.weight).sum().item() > -1e6 else x - self.weight
 

@@ -11,6 +11,7 @@ from helpers.cases import each_once
 from helpers.every_cut import EveryCut, loss_of
 from helpers.graph_functions import exporting
 from helpers.kernels import Ops
+from helpers.layered import Layered
 from helpers.models import BY_NAME
 from helpers.oracle import closing, draw_seed, train_step
 from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
@@ -344,11 +345,7 @@ def test_transposed_weights_whose_sum_has_another_order_stay_with_b():
         every.check((0,), 3, "1f1b")
 
 
-class Take(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.linear = nn.Embedding(5, 4), nn.Linear(4, 4)
-
+class Take(Layered, table=lambda: nn.Embedding(5, 4), linear=4):
     def forward(self, k):
         return self.linear(self.table(k))
 
@@ -478,11 +475,7 @@ def test_inputs_that_require_grad():
 
 
 def test_outputs_and_branches_that_no_gradient_reaches():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.left, self.right, self.cut, self.join = (nn.Linear(6, 6) for _ in range(4))
-
+    class Branches(Layered, left=6, right=6, cut=6, join=6):
         def forward(self, x):
             a, b = self.left(x).split(3, -1)
             with torch.no_grad():
@@ -590,11 +583,7 @@ def test_nothing_is_left_of_a_step(monkeypatch):
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-class Spoils(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
-
+class Spoils(Layered, inner=6, outer=6):
     def forward(self, x):
         hidden = torch.tanh(self.inner(x)) * 2
         y = self.outer(hidden)

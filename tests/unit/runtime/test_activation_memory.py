@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,12 +19,8 @@ from fxpipe.scheduling.actions import Action, ActionKind
 STAGES, CHUNKS = 3, 5
 
 
-class Saved(nn.Module):
+class Saved(Layered, layers=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(STAGES))):
     """Each stage saves what it receives: a linear layer does, for its weight's gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(STAGES))
 
     def forward(self, x):
         for layer in self.layers:
@@ -31,12 +28,8 @@ class Saved(nn.Module):
         return x
 
 
-class Unsaved(nn.Module):
+class Unsaved(Layered, weights=lambda: nn.ParameterList(nn.Parameter(torch.randn(4)) for _ in range(STAGES))):
     """No stage saves what it receives: to add is all they do with it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(4)) for _ in range(STAGES))
 
     def forward(self, x):
         for weight in self.weights:
@@ -143,11 +136,7 @@ def test_inputs_are_let_go_by_the_stage_that_uses_them_last(monkeypatch):
         parts.extend(StorageWeakRef(part[0].untyped_storage()) for part in inputs.parts)
         init(self, inputs, *rest)
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
+    class Model(Layered, layers=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(2))):
         def forward(self, x):
             y = x.t() + 1
             for layer in self.layers:

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -117,11 +118,7 @@ def test_the_first_gradient_of_a_sum_is_not_written_to():
 
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_parameters_whose_gradient_is_one_tensor(chunks):
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.a, self.b = nn.Linear(3, 3), nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
-
+    class Sum(Layered, inner=3, a=lambda: nn.Parameter(torch.randn(3)), b=lambda: nn.Parameter(torch.randn(3))):
         def forward(self, x):
             return self.inner(x) + (self.a + self.b)
 

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.models import TiedAtBothEnds, tokens
 from helpers.oracle import closing
 from helpers.tried_orders import InterleavedExecutor
@@ -32,12 +33,8 @@ def _assert_equal(have, want, what):
         assert torch.equal(have[name], value), f"{what}: {name} differs by {(have[name] - value).abs().max()}"
 
 
-class Thrice(nn.Module):
+class Thrice(Layered, linear=16):
     """One weight, used several times in one stage: autocast may cast it once or each time, which moves the last bit."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
 
     def forward(self, x):
         for _ in range(3):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import devices
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -87,11 +88,7 @@ class Block(nn.Module):
 SOURCE = Block.forward.__code__.co_firstlineno + 2
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(k) for k in range(STAGES))
-
+class Model(Layered, blocks=lambda: nn.ModuleList(Block(k) for k in range(STAGES))):
     def forward(self, x, samples):
         skip = x
         for block in self.blocks:
@@ -401,12 +398,8 @@ def test_hooks_see_gradients_as_in_a_plain_step_and_cost_no_copy_that_stays():
         assert torch.equal(weight.grad, total)
 
 
-class Take(nn.Module):
+class Take(Layered, table=lambda: nn.Embedding(5, 4), linear=4):
     """Fails in C++: an index out of range, and shapes that do not fit."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.linear = nn.Embedding(5, 4), nn.Linear(4, 4)
 
     def forward(self, k):
         return self.linear(self.table(k))  # both lines

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.forked_scripts import ForkServer
+from helpers.layered import Layered
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -37,11 +38,7 @@ class Watched(torch.autograd.Function):
         return gradient
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-
+class Model(Layered, first=4, norm=lambda: nn.BatchNorm1d(4), second=4):
     def forward(self, x):
         y = Watched.apply(torch.tanh(self.norm(self.first(x))))
         return Watched.apply(self.second(F.dropout(y, 0.1, self.training))) + x

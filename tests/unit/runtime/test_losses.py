@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state, closing
 from torch import nn
 from torch.autograd.graph import GradientEdge
@@ -124,12 +125,8 @@ WEIGHTS: dict[str, Any] = {
 }
 
 
-class TwoRoots(nn.Module):
+class TwoRoots(Layered, inner=(3, 1)):
     """A mean over samples, though what is summed counts otherwise in each micro-batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 1)
 
     def forward(self, x):
         return (self.inner(x) / x.shape[0] ** 0.5).sum() / x.shape[0] ** 0.5
@@ -552,12 +549,8 @@ def test_nobody_borrows_the_generator_while_the_loss_draws():
 # -- losses with parameters, outputs and targets of every kind -------------------------------------------------------
 
 
-class Learned(nn.Module):
+class Learned(Layered, lin=4, log_scale=lambda: nn.Parameter(torch.zeros(()))):
     """A loss with a weight, and with its own buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin, self.log_scale = nn.Linear(4, 4), nn.Parameter(torch.zeros(()))
 
     def forward(self, y, t):
         return F.mse_loss(self.lin(y), t) * torch.exp(-self.log_scale) + self.log_scale
@@ -614,11 +607,7 @@ def test_what_was_made_of_a_parameter_before_the_step_belongs_to_all_micro_batch
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-class Several(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 2)
-
+class Several(Layered, a=4, b=(4, 3), c=(4, 2)):
     def forward(self, x):
         h = self.a(x).tanh()
         return {"b": self.b(h), "rest": (self.c(h), h, h.detach(), None, 3)}

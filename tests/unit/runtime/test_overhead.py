@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,12 +19,8 @@ from fxpipe.scheduling.actions import Action, ActionKind
 STAGES, CHUNKS = 3, 8
 
 
-class Scale(nn.Module):
+class Scale(Layered, factor=lambda: nn.Parameter(torch.ones(()))):
     """One operation with a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
         return x * self.factor

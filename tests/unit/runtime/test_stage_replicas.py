@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import closing
 from helpers.plan_hardware import hardware, narrow_then_wide
 from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
@@ -146,12 +147,8 @@ def test_buffers_change_in_the_order_of_micro_batches(replicas, schedule):
         assert_same(model, plain)
 
 
-class Head(nn.Module):
+class Head(Layered, scale=lambda: nn.Parameter(torch.ones(6))):
     """A loss with parameters, and a mean over what counts."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(6))
 
     def forward(self, y, t):
         weights = (t > 0).float()
@@ -268,11 +265,7 @@ def test_weights_are_updated_once_all_replicas_have_gone_back(seed):
             torch.testing.assert_close(one.detach(), other.detach(), msg=name)
 
 
-class Failing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
-
+class Failing(Layered, a=6, norm=lambda: nn.BatchNorm1d(6), b=6):
     def forward(self, x):
         return self.b(refuse_large(self.norm(self.a(x)), x))
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers import oracle
 from helpers.drawn_plans import drawn_plan
 from helpers.drawn_steps import KNOWN
+from helpers.layered import Layered
 from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 
@@ -22,12 +23,8 @@ from fxpipe.scheduling.actions import ActionKind
 WIDTH, BATCH = 8, 6  # float32: 32 bytes a sample
 
 
-class Skipping(nn.Module):
+class Skipping(Layered, a=WIDTH, b=WIDTH, c=WIDTH):
     """Three stages, one for each layer; the first one's value goes on to the second and past it to the third."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         x = self.a(x)

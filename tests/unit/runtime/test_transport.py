@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 from helpers.devices import forced_copies
+from helpers.layered import Layered
 from helpers.models import BY_NAME
 from helpers.tried_orders import InterleavedExecutor
-from torch import nn
 
 import fxpipe
 from fxpipe.runtime.exchange import Exchange
@@ -172,12 +172,8 @@ def test_forced_copies_change_no_bit(name, checkpoint):
                 assert_same(results(pipe, case, *given, drop_in), want)
 
 
-class Odd(nn.Module):
+class Odd(Layered, one=(6, 12), two=6, three=(6, 2)):
     """Stages hand on what is not contiguous, expanded, overlapping, empty, sparse, conjugate, and no tensor at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two, self.three = nn.Linear(6, 12), nn.Linear(6, 6), nn.Linear(6, 2)
 
     def forward(self, x):
         h = self.one(x)

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import closing
 from helpers.tried_orders import InterleavedExecutor, ends_without_waiting
 from torch import nn
@@ -14,12 +15,8 @@ from fxpipe.runtime.wiring import Fences
 from fxpipe.scheduling.actions import Action, ActionKind
 
 
-class TwoHeads(nn.Module):
+class TwoHeads(Layered, near=4, far=4):
     """What the first stage makes only the loss uses, whose gradient comes from no other stage."""
-
-    def __init__(self):
-        super().__init__()
-        self.near, self.far = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x, y):
         near = torch.tanh(self.near(x))
@@ -89,12 +86,8 @@ def test_who_waits_goes_on_when_it_opens(opens):
     fences.wait(Action(ActionKind.FORWARD, 1, 2))  # for good
 
 
-class Fan(nn.Module):
+class Fan(Layered, first=4, parts=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(3))):
     """What the first stage makes each of the others uses, and none of them hands anything to another."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.parts = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x):
         h = self.first(x)

@@ -7,6 +7,7 @@ import resource
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.models import GPT, UNet
 from helpers.unseen_list import UnseenList
 from torch import fx, nn
@@ -342,11 +343,7 @@ def test_caches_keep_no_tensors_without_values():
     def tables(size):
         return torch.ones(size), {"more": [torch.linspace(0, 1, size)]}
 
-    class ReadsCaches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-
+    class ReadsCaches(Layered, first=6, last=6):
         def forward(self, x):
             one, others = tables(6)
             return self.last((self.first(x) + table(6) + one + others["more"][0]).relu())

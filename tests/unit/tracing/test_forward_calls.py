@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.cases import each_once
 from helpers.graph_functions import exporting
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -29,11 +30,7 @@ class Inner(nn.Module):
         return x * 2
 
 
-class Prints(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.inner, self.b = nn.Linear(4, 4), Inner(), nn.Linear(4, 4)
-
+class Prints(Layered, a=4, inner=Inner, b=4):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.a(x)
         print("to stderr", file=sys.stderr)

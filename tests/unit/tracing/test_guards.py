@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import assert_step, closing
 from torch import nn
 
@@ -224,11 +225,7 @@ def test_the_first_answer_that_differs_ends_the_questions():
 
 
 def test_what_is_read_after_a_write_is_what_was_written():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
+    class Model(Layered, first=6, second=6):
         def forward(self, x):
             x.add_(1)
             return self.second(self.first(x).relu() if (x > 0.5).all() else self.first(x))
@@ -246,12 +243,8 @@ def test_what_is_read_after_a_write_is_what_was_written():
         assert graphs(pipe) == 2
 
 
-class Bare(nn.Module):
+class Bare(Layered, first=lambda: nn.Parameter(torch.randn(6, 6)), second=lambda: nn.Parameter(torch.randn(6, 6))):
     """Holds its weights itself, and looks at a hidden value."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.randn(6, 6)) for _ in range(2))
 
     def forward(self, x):
         h = F.linear(x, self.first)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.graph_functions import exporting
+from helpers.layered import Layered
 from helpers.oracle import closing
 from helpers.traced_models import Forward, assert_same_as_model, x
 from torch import fx, nn
@@ -99,12 +100,8 @@ def test_export_keeps_buffers_that_forward_sets() -> None:
 _listed = [torch.zeros(6)]
 
 
-class Counts(nn.Module):
+class Counts(Layered, lin=6):
     """Changes a tensor of nobody's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _listed[0].add_(1)
@@ -118,11 +115,7 @@ def test_a_constant_that_changes_is_refused(way: Maker) -> None:
         trace(Counts(), (x(),), tracer=way(x()))
 
 
-class Doubled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(6, 6)
-
+class Doubled(Layered, lin=6):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         doubled: torch.Tensor = Double.apply(self.lin(x))
         return doubled
@@ -143,11 +136,7 @@ def test_export_that_loses_an_attribute_is_refused() -> None:
         trace(Forward(forward), (x(),), tracer=exporting(x()))
 
 
-class Skips(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(6, 6)
-
+class Skips(Layered, lin=6):
     def forward(self, x: torch.Tensor) -> OrderedDict[str, torch.Tensor]:
         first, second = (x, x[:, :3])
         if isinstance(second, torch.Tensor):  # a proxy is none
@@ -201,11 +190,7 @@ def test_a_function_of_the_users(make: Any) -> None:
 
 
 def test_a_function_may_fix_arguments() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(6, 6)
-
+    class Scaled(Layered, lin=6):
         def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: int = 1) -> torch.Tensor:
             y: torch.Tensor = self.lin(x) * scale
             return y if mask is None else y * mask
@@ -237,12 +222,8 @@ def test_a_model_without_inputs_is_refused() -> None:
         trace(nn.Linear(6, 6))
 
 
-class Chooses(nn.Module):
+class Chooses(Layered, first=6, last=6):
     """Two linear layers, and a factor that depends on the number of samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.first(x)
@@ -473,11 +454,7 @@ def test_a_module_kept_whole_that_runs_backward_through_what_it_is_given_is_refu
             h.square().sum().backward(retain_graph=True)
             return h * 2
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin, self.inner = nn.Linear(6, 6), Inner()
-
+    class Outer(Layered, lin=6, inner=Inner):
         def forward(self, a: torch.Tensor) -> torch.Tensor:
             return self.inner(self.lin(a))
 

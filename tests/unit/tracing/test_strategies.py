@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.graph_functions import exporting
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, closing
 from helpers.traced_models import assert_same_as_model, x
 from torch import fx, nn
@@ -21,12 +22,8 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 # -- what the user keeps whole ---------------------------------------------------------------------------------------
 
 
-class Scaled(nn.Module):
+class Scaled(Layered, weight=lambda: nn.Parameter(torch.randn(6, 7))):
     """Recording cannot tell where its constant comes from, and keeps the module whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 7))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight[:, 1:] * torch.from_numpy(np.full(6, 2.0, np.float32))

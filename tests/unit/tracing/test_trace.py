@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from helpers.models import CASES
 from helpers.traced_models import Forward, assert_same_as_model, is_graph_of, run, x
 from torch import nn
@@ -146,11 +147,7 @@ TORCH_MODULES = {
 }
 
 
-class _SelfAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
+class _SelfAttention(Layered, attention=lambda: nn.MultiheadAttention(6, 2, batch_first=True)):
     def forward(self, x):
         return self.attention(x, x, x)[0]
 

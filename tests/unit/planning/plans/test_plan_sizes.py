@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.models import GPT, UNet
 from torch import nn
 from torch.export import Dim
@@ -122,12 +123,8 @@ def test_which_node_holds_most_may_depend_on_the_size() -> None:
         assert plan.memory(0).subs(dict.fromkeys(plan.memory(0).free_symbols, 2)) == plan.memory(0, b=2, s=2)
 
 
-class Wide(nn.Module):
+class Wide(Layered, embed=lambda: nn.Embedding(17, 4), head=(4, 40)):
     """Scores of all pairs of places, and many classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(17, 4), nn.Linear(4, 40)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)

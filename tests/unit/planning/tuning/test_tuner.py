@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.tuning_settings import BATCH, Net, settings_for
 from torch import nn
 
@@ -253,11 +254,7 @@ def test_measured_the_best_few_are_run_and_the_model_is_left_as_it_was(model: Ne
 
 
 def test_without_a_loss_a_simple_one_is_measured(x: torch.Tensor) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
-
+    class Two(Layered, one=8, two=(8, 3)):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
             x = torch.relu(self.one(x))
             return {"hidden": x, "scores": self.two(x)}

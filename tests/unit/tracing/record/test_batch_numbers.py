@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.traced_models import is_graph_of
 from torch import nn
 
@@ -152,19 +153,11 @@ def test_guards():
 
 
 def test_modules_kept_whole():
-    class Reshaping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(6, 6)
-
+    class Reshaping(Layered, lin=6):
         def forward(self, x, rows):
             return self.lin(x).view(rows, 6)
 
-    class Holding(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.out = Reshaping(), nn.Linear(6, 6)
-
+    class Holding(Layered, inner=Reshaping, out=6):
         def forward(self, x):
             return self.out(self.inner(x, len(x) * T)).view(len(x), T, 6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -10,12 +11,8 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import attribute_tensor, call_node
 
 
-class Taught(nn.Module):
+class Taught(Layered, blocks=lambda: nn.ModuleList(nn.Linear(8, 8) for _ in range(4))):
     """Calls a module without gradients, behind a value that only a stage knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.blocks[0](x)

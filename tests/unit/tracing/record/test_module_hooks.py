@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state, assert_step, closing
 from torch import nn
 from torch.nn.utils import prune
@@ -21,11 +22,7 @@ from fxpipe.errors import StateError, TraceError
 from fxpipe.tracing import trace
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(6, 6)
-
+class Block(Layered, lin=6):
     def forward(self, x, *, scale=1.0):
         return self.lin(x).tanh() * scale
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,11 +23,7 @@ from fxpipe.tracing.record import small_batch as on_a_part
 DEPTH, BATCH, WIDTH = 24, 8, 32
 
 
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
+class Deep(Layered, layers=lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))):
     def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x) * 2) + x

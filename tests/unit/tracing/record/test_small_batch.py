@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.traced_models import is_graph_of
 from helpers.unseen_list import UnseenList
 from torch import nn
@@ -105,11 +106,7 @@ def test_value_that_is_read_is_that_of_all_samples():
 def test_value_that_is_read_for_nothing_is_that_of_all_samples():
     """The graphs are alike, but the guard would be that of a part, and the example not the graph's."""
 
-    class Looking(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(6, 6)
-
+    class Looking(Layered, lin=6):
         def forward(self, x):
             bool((x == 0).all())
             return self.lin(x)
@@ -131,11 +128,7 @@ def test_value_that_depends_on_the_number_of_samples():
         fxpipe.trace(Calling(at_five_in_all), (EXAMPLE,), chunks=4, tracer="record")
 
 
-class Asking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(6, 6)
-
+class Asking(Layered, lin=6):
     def forward(self, x):
         return self.lin(x) if (x == 0).all() else self.lin(x).tanh()
 
@@ -143,11 +136,7 @@ class Asking(nn.Module):
 def test_what_is_remembered_is_computed():
     met: dict[int, torch.Tensor] = {}
 
-    class Squared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(6))
-
+    class Squared(Layered, weight=lambda: nn.Parameter(torch.ones(6))):
         def forward(self, x):
             """Squares its weight once for each number of samples."""
             if len(x) not in met:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases import each_once
+from helpers.layered import Layered
 from helpers.traced_shapes import Forward, shapes, traced
 from torch import library, nn
 from torch._subclasses import FakeTensor
@@ -216,12 +217,8 @@ def test_opaque_nodes_are_never_run_on_fake_tensors_and_seen_together():
 # -- the whole -------------------------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
+class Model(Layered, a=6, norm=lambda: nn.BatchNorm1d(6), b=6):
     """Batch norm, dropout and functions that cannot run on fake tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
 
     def forward(self, x):
         return self.b(Loops.apply(torch.dropout(ReadsValues.apply(self.norm(self.a(x))), 0.5, self.training)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -101,11 +102,7 @@ def test_a_sample_that_parts_of_the_batch_do_not_have_acts_on_all():
 
 
 def test_complex_rows_in_another_order():
-    class Turned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.last = nn.Linear(2, 2)
-
+    class Turned(Layered, last=2):
         def forward(self, x):
             return self.last(torch.view_as_real(torch.fft.fft(x).flip(0)))
 
@@ -127,12 +124,8 @@ def test_what_is_made_double_has_the_digits_that_it_had(samples):
     assert fxpipe.trace(Head(after=lambda y: y.tanh().double().exp()), (torch.randn(samples, 6),)).out_dims == (0,)
 
 
-class Captions(nn.Module):
+class Captions(Layered, lin=6):
     """Sentences, the longest first: of those that still go on, only the number is known."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(6, 6)
 
     def forward(self, x, lengths):
         h, out = x.new_zeros(x.shape[0], 6), []

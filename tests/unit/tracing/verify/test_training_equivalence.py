@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.traced_models import Forward, x
 from torch import fx, nn
 
@@ -120,11 +121,7 @@ def test_hooks_of_the_users_see_nothing_and_stay() -> None:
 
 @pytest.mark.usefixtures("only_new_objects")
 def test_gradients_go_as_soon_as_they_are_compared() -> None:
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(12))
-
+    class Deep(Layered, layers=lambda: nn.ModuleList(nn.Linear(300, 300) for _ in range(12))):
         def forward(self, a: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 a = layer(a).relu()
