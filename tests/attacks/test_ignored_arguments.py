@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -91,12 +92,8 @@ def test_a_target_that_is_no_target_is_asked_for(inputs):
     assert "did you mean pipe.forward_backward(x, target=y, loss_fn=...)?" in caught.value.__notes__[-1]
 
 
-class TakesLoss(nn.Module):
+class TakesLoss(Layered, layers=chain):
     """A model that takes its own loss, as Chronos and Enformer do: its inputs are named like arguments of a loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = chain()
 
     def forward(self, x, target, loss_fn=1.0, *, reduction="mean"):
         return loss_fn * F.mse_loss(self.layers(x), target, reduction=reduction)

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import nn
 from torch.ao.quantization import default_fused_act_fake_quant
 
@@ -109,13 +110,8 @@ def turned(h):
     return h + h.flip(0)
 
 
-class Mixer(nn.Module):
+class Mixer(Layered, drop=lambda: nn.Dropout(0.1), calls=lambda: torch.zeros(())):
     """Kept whole; has a counter and a dropout of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.drop = nn.Dropout(0.1)
-        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, h):
         self.calls += 1

@@ -93,13 +93,8 @@ class Around(nn.Module):
         return self.clamped(h) + self.middle(h)
 
 
-class AfterRead(nn.Module):
+class AfterRead(Layered, first=8, second=8, third=8, pointer=lambda: torch.zeros((), dtype=torch.long)):
     """A forward that reads a buffer which it changes, and puts a hook on later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
-        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)

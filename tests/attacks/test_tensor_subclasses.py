@@ -49,35 +49,23 @@ def layers(n: int = 3) -> nn.Sequential:
     return nn.Sequential(*(layer for _ in range(n) for layer in (nn.Linear(8, 8), nn.Tanh())))
 
 
-class Skipping(nn.Module):
+class Skipping(Layered, down=8, middle=lambda: layers(2), up=(16, 8)):
     """Values that go past a stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.middle, self.up = nn.Linear(8, 8), layers(2), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.down(x).relu()
         return self.up(torch.cat([h, self.middle(h)], 1))
 
 
-class Making(nn.Module):
+class Making(Layered, first=lambda: layers(1), last=lambda: layers(2)):
     """A forward that makes a tensor of another class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = layers(1), layers(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.first(x).as_subclass(Plain))
 
 
-class InPlace(nn.Module):
+class InPlace(Layered, first=8, last=lambda: layers(1)):
     """A stage that writes to what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), layers(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
@@ -85,12 +73,8 @@ class InPlace(nn.Module):
         return self.last(h.tanh()) + h
 
 
-class Stopping(nn.Module):
+class Stopping(Layered, first=8, middle=lambda: layers(1), last=8):
     """A value of which one later use takes no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(8, 8), layers(1), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)

@@ -185,13 +185,8 @@ def test_squeeze_in_place_that_would_take_the_batch_is_refused():
 
 
 def test_model_that_takes_its_batch_from_elsewhere_says_so():
-    class Kept(nn.Module):
+    class Kept(Layered, a=4, state=lambda: torch.zeros(4, 4)):
         """Its state has the batch size of the example."""
-
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(4, 4)
-            self.register_buffer("state", torch.zeros(4, 4))
 
         def forward(self, x):
             return self.a(x) + self.state

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -21,13 +22,8 @@ def off_diagonal(x):
     return x.flatten()[:-1].view(len(x) - 1, len(x) + 1)[:, 1:].flatten()
 
 
-class TwoTowers(nn.Module):
+class TwoTowers(Layered, image=tower, text=tower, scale=lambda: nn.Parameter(torch.tensor(1.0))):
     """CLIP: each image against each text. Returns the similarities as well."""
-
-    def __init__(self):
-        super().__init__()
-        self.image, self.text = tower(), tower()
-        self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x, y):
         u, v = F.normalize(self.image(x), dim=-1), F.normalize(self.text(y), dim=-1)
@@ -111,12 +107,8 @@ class Experts(nn.Module):
         return F.cross_entropy(logits, labels.flatten()) + 0.1 * balance, logits.view(*ids.shape, -1)
 
 
-class Weighted(nn.Module):
+class Weighted(Layered, body=tower, value=tower):
     """Weights of samples that add up to 1, and advantages less their mean."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.value = tower(), tower()
 
     def forward(self, x, y):
         advantages = y.sum(1) - self.value(x).mean(1).detach()
@@ -250,12 +242,8 @@ def assert_gradients(model, plain, rtol=1e-4, atol=1e-6):
 # -- losses that need all samples --------------------------------------------------------------------------------------
 
 
-class Features(nn.Module):
+class Features(Layered, one=tower, other=tower):
     """Two towers whose loss is taken outside of the model."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = tower(), tower()
 
     def forward(self, x, y):
         return {"a": self.one(x), "b": self.other(y), "number": 3}

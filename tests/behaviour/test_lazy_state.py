@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.devices import workers
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -221,12 +222,8 @@ def test_modules_made_in_forward_are_not_kept() -> None:
     assert not hasattr(model, "late")
 
 
-class Observer(nn.Module):
+class Observer(Layered, largest=lambda: torch.empty(0)):
     """As those of quantization for each channel: no shape before there is a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("largest", torch.empty(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         largest = x.detach().amax(0)
@@ -259,13 +256,8 @@ def test_a_buffer_that_gets_its_shape_in_the_first_forward_is_asked_for_a_call_b
             torch.testing.assert_close(model[1].largest, twin[1].largest)
 
 
-class OfWeights(nn.Module):
+class OfWeights(Layered, lin=4, largest=lambda: torch.empty(0)):
     """An observer of a weight, as for each channel: the samples make no difference to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-        self.register_buffer("largest", torch.empty(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         largest = self.lin.weight.detach().abs().amax(1)

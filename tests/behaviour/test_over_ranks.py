@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, padded_loss, token_loss, tokens
 from torch import nn
 
@@ -261,13 +262,8 @@ def test_the_state_of_a_model_is_loaded_into_all_ranks(two_ranks):
     assert losses == pytest.approx([token_loss(model(x), t).item()] * 2)
 
 
-class Branches(nn.Module):
+class Branches(Layered, first=4, second=4, steps=lambda: torch.zeros(())):
     """Writes to its input, keeps a value in a buffer, and takes its own loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x, scale=None):
         self.steps += 1
@@ -366,13 +362,8 @@ def test_each_rank_has_the_record_of_its_row_and_all_together_that_of_the_step(t
 # -- Graphs beside the first one -------------------------------------------------------------------------------------
 
 
-class Winding(nn.Module):
+class Winding(Layered, first=4, second=4, third=4, seen=lambda: torch.zeros(4)):
     """Takes other ways than those it was planned for: they use a weight, or change a buffer, in another stage."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
-        self.register_buffer("seen", torch.zeros(4))
 
     def forward(self, x, way=0):
         if way == 1:
@@ -445,13 +436,8 @@ def test_what_is_left_to_planning_is_decided_by_one_rank_for_all(two_ranks):
     assert [one for _, one in again] == pytest.approx([loss] * 2)
 
 
-class Calibrated(nn.Module):
+class Calibrated(Layered, a=4, b=4, center=lambda: torch.zeros(4)):
     """Changes a buffer in evaluation as well."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("center", torch.zeros(4))
 
     def forward(self, x):
         x = torch.tanh(self.a(x))

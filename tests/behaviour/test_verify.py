@@ -24,11 +24,7 @@ class Blocks(nn.Module):
         return {"logits": self.b(self.between(self.a(x)))}
 
 
-class Counts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
+class Counts(Layered, seen=lambda: torch.zeros(())):
     def forward(self, h):
         self.seen += 1
         return h / self.seen

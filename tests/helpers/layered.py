@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 Layer = int | tuple[int, int] | Callable[[], Any]
@@ -12,7 +13,7 @@ class Layered(nn.Module):
     """A module that makes its layers in the order of the keywords of its class, as an `__init__` would.
 
     `class Model(Layered, first=4, norm=lambda: nn.BatchNorm1d(4), last=(4, 2))`: a number is the width of an
-    `nn.Linear`, a pair its input and output features, and a function makes any other layer or parameter.
+    `nn.Linear`, a pair its input and output features, and a function makes any other layer, parameter or buffer.
     """
 
     _layers: dict[str, Layer]
@@ -24,7 +25,10 @@ class Layered(nn.Module):
     def __init__(self):
         super().__init__()
         for name, layer in self._layers.items():
-            if callable(layer):
-                setattr(self, name, layer())
+            if isinstance(layer, int):
+                layer = layer, layer
+            value = nn.Linear(*layer) if isinstance(layer, tuple) else layer()
+            if type(value) is torch.Tensor:
+                self.register_buffer(name, value)
             else:
-                setattr(self, name, nn.Linear(*((layer, layer) if isinstance(layer, int) else layer)))
+                setattr(self, name, value)

@@ -16,13 +16,8 @@ pytestmark = pytest.mark.simulated
 STEPS, WIDTH, WORDS = 5, 6, 99
 
 
-class Reader(nn.Module):
+class Reader(Layered, rnn=lambda: nn.GRU(WIDTH, WIDTH, batch_first=True), seen=set):
     """Kept whole: the sizes of what it packs depend on values."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
-        self.seen = set()
 
     def forward(self, x, lengths):
         self.seen.add((x.device.type, lengths.device.type))

@@ -76,13 +76,8 @@ class Recurrent(Layered, lstm=lambda: nn.LSTM(5, 5, num_layers=2, dropout=0.3, b
         return self.lstm(x[:, None, :])[0][:, 0, :]
 
 
-class Averaging(nn.Module):
+class Averaging(Layered, linear=5, average=lambda: torch.zeros(5)):
     """Reads and changes a buffer: what is recomputed must find what forward found."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
-        self.register_buffer("average", torch.zeros(5))
 
     def forward(self, x):
         h = self.linear(x)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -94,12 +95,7 @@ def test_a_loss_that_returns_total_and_weight_is_costed():
 # -- nothing is changed by it ------------------------------------------------------------------------------------------
 
 
-class CountingLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-        self.scale = nn.Parameter(torch.ones(()))
-
+class CountingLoss(Layered, calls=lambda: torch.zeros(()), scale=lambda: nn.Parameter(torch.ones(()))):
     def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         target.clamp_(max=1)

@@ -429,12 +429,7 @@ def test_hooks_of_tensors_do_not_fire() -> None:
 
 
 def test_what_a_module_kept_whole_changes_is_undone() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("calls", torch.zeros(()))
-
+    class Counting(Layered, linear=4, calls=lambda: torch.zeros(())):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
             return self.linear(x) * (0.5 + random.random())

@@ -82,14 +82,8 @@ def test_every_working_line_names_the_users_source_line():
 # -- what crosses ----------------------------------------------------------------------------------------------------
 
 
-class ReturnsAll(nn.Module):
+class ReturnsAll(Layered, one=4, two=4, count=lambda: torch.zeros(4), last=lambda: torch.zeros(4)):
     """Outputs that are constants, inputs, parameters and buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("count", torch.zeros(4))
-        self.register_buffer("last", torch.zeros(4))
 
     def forward(self, x):
         h = self.one(x)
@@ -173,13 +167,7 @@ class Split(Layered, one=4):
         return a * b
 
 
-class Counts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("mean", torch.zeros(4))
-
+class Counts(Layered, one=4, seen=lambda: torch.zeros(()), mean=lambda: torch.zeros(4)):
     def forward(self, x):
         self.seen += 1
         h = self.one(x) + self.mean

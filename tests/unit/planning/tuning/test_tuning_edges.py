@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.tuning_settings import settings_for
 from torch import nn
 
@@ -87,13 +88,8 @@ def test_where_the_best_are_refused_others_are_tried_before_they_are_chosen(monk
     assert [row.plan is None for row in found] == [True, False, True]
 
 
-class Loss(nn.Module):
+class Loss(Layered, scale=lambda: nn.Parameter(torch.ones(())), seen=lambda: torch.zeros(())):
     """With a parameter and a buffer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.seen += 1

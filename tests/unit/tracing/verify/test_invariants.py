@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.traced_models import Forward, x
 from torch import fx, nn
 
@@ -26,13 +27,8 @@ from fxpipe.tracing.verify.effects import effects_of, observe_run
 from fxpipe.tracing.verify.invariants import check_invariants, find_faults
 
 
-class Everything(nn.Module):
+class Everything(Layered, a=6, b=6, c=6, calls=lambda: torch.zeros(())):
     """Random numbers, sizes, a value that is read, memory that is written to, a combined loss, attributes, a mark."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x, mask, scale):
         self.calls += 1

@@ -184,13 +184,8 @@ def test_a_map_with_weights_of_a_sample():
         fxpipe.trace(nn.Sequential(nn.Linear(6, 6), Mixing(), nn.Linear(5, 6)), (EXAMPLE,))
 
 
-class Masked(nn.Module):
+class Masked(Layered, q=6, k=6, mask=lambda: torch.ones(5, 5).triu(1).bool()):
     """Scores with very large numbers among them."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.register_buffer("mask", torch.ones(5, 5).triu(1).bool())
 
     def forward(self, x):
         scores = (self.q(x) @ self.k(x).transpose(1, 2)).masked_fill(self.mask, -1e9)
