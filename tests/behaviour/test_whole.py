@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import operator
 import pickle
 import random
 import re
@@ -466,33 +467,24 @@ def test_attributes_set_after_planning_are_followed(is_whole):
     model = Model(inner)
     plain = copy.deepcopy(model)
 
-    def change(step: int) -> None:
-        for m in (model.inner, plain.inner):
-            if step == 1:
-                m.p = 1.0
-            if step == 2:
-                m.p = 0.0
-                if is_whole:  # a recorded graph does not see what is changed inside of an object
-                    m.options.scale = 0.5
-            if step == 3:
-                m.options = Options(0.7)
-            if step == 4:
-                m.scales[0] = 0.6
-            if step == 5:
-                m.scales = [0.8]
-            if step == 6:
-                m.extra = 2.0
-            if step == 7:
-                m.extra = torch.ones(6)
-            if step == 8:
-                m.act = torch.tanh
-            if step == 9:
-                m.by_name["a"] = (0.9,)
-
-    options = {"leaf_modules": ["inner"]} if is_whole else {"leaf_modules": []}
-    with pipe_of(model, **options) as pipe:
-        for step in range(10):
-            change(step)
+    changes: list[Any] = [
+        lambda m: None,
+        lambda m: setattr(m, "p", 1.0),
+        lambda m: setattr(m, "p", 0.0),
+        # A recorded graph does not see what is changed inside of an object.
+        lambda m: setattr(m.options, "scale", 0.5 if is_whole else 1.0),
+        lambda m: setattr(m, "options", Options(0.7)),
+        lambda m: operator.setitem(m.scales, 0, 0.6),
+        lambda m: setattr(m, "scales", [0.8]),
+        lambda m: setattr(m, "extra", 2.0),
+        lambda m: setattr(m, "extra", torch.ones(6)),
+        lambda m: setattr(m, "act", torch.tanh),
+        lambda m: m.by_name.update(a=(0.9,)),
+    ]
+    with pipe_of(model, leaf_modules=["inner"] if is_whole else []) as pipe:
+        for change in changes:
+            for m in (model.inner, plain.inner):
+                change(m)
             assert_step(pipe, plain, x())
 
 
@@ -504,20 +496,18 @@ def test_modules_in_plain_lists_are_followed():
 
     model = Model(Inner(forward, parts=[nn.LeakyReLU(0.1), nn.Dropout(1.0).eval()]))
     plain = copy.deepcopy(model)
+    changes: list[Any] = [
+        lambda parts: None,
+        lambda parts: setattr(parts[0], "negative_slope", 0.7),
+        lambda parts: parts[1].train(),
+        lambda parts: operator.setitem(parts, 1, nn.Tanh()),
+        lambda parts: parts.reverse(),
+    ]
     with pipe_of(model) as pipe:
-        assert_step(pipe, plain, x())
-        for m in (model, plain):
-            m.inner.parts[0].negative_slope = 0.7
-        assert_step(pipe, plain, x())
-        for m in (model, plain):
-            m.inner.parts[1].train()
-        assert_step(pipe, plain, x())
-        for m in (model, plain):
-            m.inner.parts[1] = nn.Tanh()
-        assert_step(pipe, plain, x())
-        for m in (model, plain):
-            m.inner.parts.reverse()
-        assert_step(pipe, plain, x())
+        for change in changes:
+            for m in (model, plain):
+                change(m.inner.parts)
+            assert_step(pipe, plain, x())
 
 
 class Seldom(nn.Module):

@@ -631,6 +631,10 @@ def test_the_end_waits_for_all_engines_and_not_for_ever(monkeypatch):
     assert not engines[0]._busy.locked()
 
 
+needs_forks = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch with CUDA has no autograd in a fork of what has used it"
+)
+
 FORK = """
     want = pipe.eval()(x)
     step()
@@ -654,9 +658,7 @@ FORK = """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    torch.version.cuda is not None, reason="torch with CUDA has no autograd in a fork of what has used it"
-)
+@needs_forks
 def test_a_fork_after_use(run_script):
     """The child starts workers of its own, and ends as it should; the parent does not notice."""
     ran = run_script(FORK)
@@ -665,9 +667,7 @@ def test_a_fork_after_use(run_script):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    torch.version.cuda is not None, reason="torch with CUDA has no autograd in a fork of what has used it"
-)
+@needs_forks
 @pytest.mark.parametrize("place", ["in a loss", "in a module kept whole", "in a random node", "while planning"])
 def test_a_fork_while_another_thread_is_at_work(run_script, place):
     """The child, which has not that thread, neither waits for it nor says for ever that a step is running."""
@@ -733,9 +733,7 @@ def test_a_fork_while_another_thread_is_at_work(run_script, place):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    torch.version.cuda is not None, reason="torch with CUDA has no autograd in a fork of what has used it"
-)
+@needs_forks
 def test_a_fork_inside_a_step_is_inside_it_in_the_child_as_well(run_script):
     """Where the caller's own thread has forked it is at that step still; afterwards the pipe is free."""
     ran = run_script(

@@ -281,12 +281,12 @@ def test_a_sum_that_is_a_mean_under_another_name():
             pipe.forward_backward(x, target=x, loss_fn=lambda y, t: ((y - t).pow(2).mean(), len(y)))
 
 
+def by_sample(logits, labels):
+    return sum(token_mean(y[None], t[None]) for y, t in zip(logits, labels, strict=True)) / len(labels)
+
+
 def test_a_mean_over_samples_of_means_over_their_tokens_is_one():
     """One sample in a micro-batch: only the whole mini-batch shows that the samples count the same, not the tokens."""
-
-    def by_sample(logits, labels):
-        return sum(token_mean(y[None], t[None]) for y, t in zip(logits, labels, strict=True)) / len(labels)
-
     model = Tokens().double()
     plain = copy.deepcopy(model)
     with pipe_of(model) as pipe:
@@ -296,10 +296,6 @@ def test_a_mean_over_samples_of_means_over_their_tokens_is_one():
 
 def test_a_step_that_is_run_again_to_verify_draws_the_same_numbers():
     """One sample in each micro-batch: padding looks wrong in the second step, which is run again, and is right."""
-
-    def by_sample(logits, labels):
-        return sum(token_mean(y[None], t[None]) for y, t in zip(logits, labels, strict=True)) / len(labels)
-
     model, ids, labels, seen = Tokens(), tokens(4), padded(4), []
     model.mix = nn.Sequential(nn.Dropout(0.5), model.mix)
 
@@ -688,27 +684,12 @@ def test_frozen_models():
 @pytest.mark.parametrize("batch", [8, 7])
 def test_a_sum_over_samples(batch):
     """Micro-batches count the same, however many samples they have."""
-    torch.manual_seed(0)
-    model, x, t = (
-        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)),
-        torch.randn(batch, 4),
-        torch.randn(batch, 2),
-    )
-
-    def loss_fn(y, t):
-        return F.mse_loss(y, t, reduction="sum")
-
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(x,)) as pipe:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    plain, x, t = copy.deepcopy(model), torch.randn(batch, 4).double(), torch.randn(batch, 2).double()
+    loss_fn = functools.partial(F.mse_loss, reduction="sum")
+    with pipe_of(model, 3) as pipe:
         for _ in range(2):  # the first is verified
-            model.zero_grad()
-            loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn, reduction="sum")
-            found = [p.grad for p in model.parameters()]
-        model.zero_grad()
-        want = loss_fn(model(x), t)
-        want.backward()
-    torch.testing.assert_close(loss, want.detach())
-    for gradient, p in zip(found, model.parameters(), strict=True):
-        torch.testing.assert_close(gradient, p.grad)
+            assert_equal_step(pipe, plain, (x,), t, loss_fn, loss_fn, reduction="sum")
 
 
 # -- gradients are compared in pieces, so that verification takes little memory ----------------------------------------
@@ -731,21 +712,17 @@ def test_the_gradients_of_a_mini_batch_are_verified_piece_by_piece(piece, monkey
     """With a head of zeros the loss tells nothing, and only gradients do."""
     monkeypatch.setattr("fxpipe.runtime.loss_checks.PIECE", piece)
     ids, labels = tokens(7), padded(7)
-
-    def mean_over_tokens(logits, target):
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
-
     model = Tokens(zero_head=True)
     # What looks at single elements notices first.
     monkeypatch.setattr(LossHistory, "look_at_elements", property(lambda self: False))
     with fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(ids,)) as pipe:
-        pipe.forward_backward(ids, target=tokens(7), loss_fn=mean_over_tokens)
+        pipe.forward_backward(ids, target=tokens(7), loss_fn=token_mean)
         assert pipe.last_step.verification > 0
     with (
         fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(ids,)) as pipe,
         pytest.raises(LossError, match="gradients of its micro-batches are"),
     ):
-        pipe.forward_backward(ids, target=labels, loss_fn=mean_over_tokens)
+        pipe.forward_backward(ids, target=labels, loss_fn=token_mean)
 
 
 def test_to_verify_a_loss_holds_no_gradient_in_float64():
