@@ -4,6 +4,7 @@
     python tools/coverage.py --models 'gpt*' monai  # by name, by pattern, by package
     python tools/coverage.py --no-others --stages 3 --json coverage.json
     python tools/coverage.py --sizes-only           # inputs of several sizes, and how many graphs they take
+    python tools/coverage.py --kinds                # models that are hard to cut, by kind
     python tools/coverage.py --drawn 7 --count 40   # of transformers that the zoo does not name, drawn by a seed
     python tools/coverage.py --mechanisms           # how many models take which mechanism of fxpipe, at 3 stages
 
@@ -15,6 +16,8 @@ outputs, gradients and buffers equal the plain model's, seconds to plan, and how
 of several sizes, where the model takes such (`tests/zoo/sizes.py`); then what `torch.fx.symbolic_trace` and
 `torch.distributed.pipelining.pipeline` do with the same model. Below it stands why, where more than two graphs were
 taken for several sizes. The exit status is 1 if any result of fxpipe is wrong.
+
+Kinds and drawn models train with two micro-batches, with one, and with micro-batches that are handed over.
 
 With `--mechanisms` each function of fxpipe notes that it runs, and another table says how many models took each of the
 mechanisms that only some need (`tests/zoo/mechanisms.py`). One that no model takes, and that nobody asks for, has to
@@ -38,22 +41,23 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the zoo is there
 
 from drawn_models import drawn, entry_of
-from zoo import Entry, select
+from zoo import KINDS, Entry, select
 from zoo.mechanisms import MECHANISMS, missed
 from zoo.processes import rows_of
-from zoo.row import AT_SIZES, IN_ONE, MODES, WAYS, Row
+from zoo.row import AT_SIZES, HANDED_OVER, IN_ONE, MODES, WAYS, Row
 from zoo.sizes import MANY_GRAPHS
 
 HEADERS = (
     "model mode stages traced_by nodes leaf outputs gradients buffers seconds graphs symbolic_trace pipelining".split()
 )
-OWN_WAYS = ("fxpipe", AT_SIZES, IN_ONE)
+CUTS = ("fxpipe", IN_ONE, HANDED_OVER)
+OWN_WAYS = (*CUTS, AT_SIZES)
 WIDTH = 46  # of a verdict with its exception
 
 
 def main() -> int:
     options = _options()
-    entries = select(options.models)
+    entries = list(KINDS) if options.kinds else select(options.models)
     if options.drawn is not None:
         entries = [entry_of(name) for name in itertools.islice(drawn(options.drawn), options.count)]
     rows: list[Row] = []
@@ -66,7 +70,10 @@ def main() -> int:
                     print(f"{number:3}/{len(entries)} {row.model} {row.mode} {what}: {_verdict(row)}", flush=True)
             if options.json:
                 options.json.write_text(json.dumps([asdict(row) | {"called": ()} for row in rows], indent=1))
-    print("\n" + tabulate(_table(rows), HEADERS, floatfmt=".1f") + "\n")
+    if options.kinds or options.drawn is not None:
+        print("\n" + tabulate(_cuts(rows), ["kind", "model", *CUTS]) + "\n")
+    else:
+        print("\n" + tabulate(_table(rows), HEADERS, floatfmt=".1f") + "\n")
     print(tabulate(_summary(rows), ["", "models and modes", "right", "refused", "wrong", "fails"]) + "\n")
     _print_troubles(rows)
     _print_reasons(rows)
@@ -84,6 +91,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: 1)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for a row (default: 180)")
     parser.add_argument("--json", type=Path, help="file for all rows, written as they come")
+    parser.add_argument("--kinds", action="store_true", help="models that are hard to cut, not the zoo")
     parser.add_argument("--drawn", type=int, metavar="SEED", help="models drawn by a seed, not the zoo")
     parser.add_argument("--count", type=int, default=40, help="how many of them (default: 40)")
     options = parser.parse_args()
@@ -93,8 +101,8 @@ def _options() -> argparse.Namespace:
 
 
 def _rows(entry: Entry, options: argparse.Namespace) -> list[Row]:
-    if options.drawn is not None:
-        return rows_of(entry, [(way, mode, 2) for way in ("fxpipe", IN_ONE) for mode in MODES], options.limit)
+    if options.kinds or options.drawn is not None:
+        return rows_of(entry, [(way, "train", 2) for way in CUTS], options.limit)
     tasks = [("fxpipe", mode, stages) for mode in MODES for stages in options.stages if not options.sizes_only]
     tasks += [(AT_SIZES, mode, max(options.stages)) for mode in MODES]
     if not options.no_others:
@@ -128,6 +136,14 @@ def _table(rows: Sequence[Row]) -> list[list[object]]:
             ]
         )
     return table
+
+
+def _cuts(rows: Sequence[Row]) -> list[list[str]]:
+    """A line for each model, with the verdict of each way to cut a mini-batch."""
+    verdicts: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        verdicts.setdefault((row.family, row.model), {})[row.way] = _verdict(row)
+    return [[*of_model, *(ways.get(way, "") for way in CUTS)] for of_model, ways in verdicts.items()]
 
 
 def _parts(row: Row) -> list[str]:

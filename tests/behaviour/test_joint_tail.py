@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.contrastive import barlow_twins, nt_xent, vicreg
 from helpers.layered import Layered
 from torch import nn
 
@@ -16,10 +17,6 @@ WIDTH, CLASSES = 12, 7
 
 def tower(width=WIDTH):
     return nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8))
-
-
-def off_diagonal(x):
-    return x.flatten()[:-1].view(len(x) - 1, len(x) + 1)[:, 1:].flatten()
 
 
 class TwoTowers(Layered, image=tower, text=tower, scale=lambda: nn.Parameter(torch.tensor(1.0))):
@@ -43,36 +40,12 @@ class Views(nn.Module):
         return self.loss(self.encoder(x), self.encoder(y))
 
 
-def nt_xent(a, b):
-    z = F.normalize(torch.cat([a, b]), dim=-1)
-    scores = (z @ z.t() / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -torch.inf)
-    places = torch.arange(len(z), device=z.device)
-    return F.cross_entropy(scores, (places + len(a)) % len(z))
-
-
 def nt_xent_with_a_mask(a, b):
     z = torch.cat([F.normalize(a, dim=-1), F.normalize(b, dim=-1)])
     scores = z @ z.t() / 0.2
     scores[torch.eye(len(z), dtype=torch.bool)] = -9e15
     same = torch.roll(torch.eye(len(z), dtype=torch.bool), len(z) // 2, 0)
     return (torch.logsumexp(scores, -1) - scores[same]).mean()
-
-
-def vicreg(a, b):
-    def covariance(z):
-        z = z - z.mean(0)
-        return off_diagonal(z.T @ z / (len(z) - 1)).square().sum() / z.shape[1]
-
-    def variance(z):
-        return F.relu(1 - torch.sqrt(z.var(0) + 1e-4)).mean()
-
-    return 25 * F.mse_loss(a, b) + 25 * (variance(a) + variance(b)) + covariance(a) + covariance(b)
-
-
-def barlow_twins(a, b):
-    a, b = ((z - z.mean(0)) / (z.std(0) + 1e-3) for z in (a, b))
-    c = a.T @ b / len(a)
-    return (torch.diagonal(c) - 1).square().sum() + 0.005 * off_diagonal(c).square().sum()
 
 
 def with_a_branch(a, b):

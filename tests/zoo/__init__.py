@@ -1,4 +1,7 @@
-"""The zoo: public models in tiny configurations with random weights, and own models, one for each difficulty."""
+"""The zoo: public models in tiny configurations with random weights, and own models, one for each difficulty.
+
+`KINDS` are models of the kinds that are hard to cut; they are no part of `ZOO`.
+"""
 
 import fnmatch
 from collections.abc import Iterable
@@ -7,13 +10,14 @@ from zoo.control import CONTROL
 from zoo.entry import Entry
 from zoo.hugging_face import HUGGING_FACE
 from zoo.imaging import IMAGING
+from zoo.kinds import KINDS
 from zoo.memory import MEMORY
 from zoo.state import STATE
 from zoo.structure import STRUCTURE
 
 OWN = (*CONTROL, *STRUCTURE, *MEMORY, *STATE)
 ZOO = (*OWN, *HUGGING_FACE, *IMAGING)
-BY_NAME = {entry.name: entry for entry in ZOO}
+BY_NAME = {entry.name: entry for entry in (*ZOO, *KINDS)}
 
 
 def select(patterns: Iterable[str]) -> list[Entry]:

@@ -31,9 +31,9 @@ class Entry:
     is_whole: bool = False  # compared with the plain model on the whole mini-batch
     has_one_size: bool = False  # at other sizes it draws numbers of numpy's, in a way that no reference can repeat
 
-    def build(self) -> tuple[nn.Module, Call]:
+    def build(self, seed: int = SEED) -> tuple[nn.Module, Call]:
         """The model and its inputs, the same in each call."""
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
         return self.make()
 
 

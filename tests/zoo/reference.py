@@ -132,15 +132,20 @@ def micro_batches(entry: Entry, inputs: Call, count: int = CHUNKS) -> list[Call]
 
 
 def back(outputs: Leaves) -> None:
-    """Backward of a loss in which every number of the outputs has its own weight."""
+    loss = weighted(outputs)
+    if loss.requires_grad:
+        loss.backward()
+
+
+def weighted(outputs: Leaves) -> Tensor:
+    """A loss in which every number of the outputs has its own weight."""
     losses = []
     for _, leaf in outputs:
         if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel():
             numbers = torch.view_as_real(leaf) if leaf.is_complex() else leaf
             weights = torch.cos(torch.arange(numbers.numel(), dtype=torch.float32)).view(numbers.shape)
             losses.append((numbers.float() * weights.to(numbers.device)).mean())
-    if losses:
-        torch.stack(losses).sum().backward()
+    return torch.stack(losses).sum() if losses else torch.zeros(())
 
 
 def _whole_output(entry: Entry, training: bool, gradients: bool) -> Leaves:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 WAYS = ("fxpipe", "symbolic_trace", "pipelining")
 AT_SIZES = "sizes"
 IN_ONE = "chunks=1"
+HANDED_OVER = "micro-batches"
 MODES = ("train", "eval")
 
 Task = tuple[str, str, int]  # way, mode, number of stages
@@ -15,7 +16,8 @@ Task = tuple[str, str, int]  # way, mode, number of stages
 class Row:
     """What one way made of one entry. Only fxpipe fills in what is below the message.
 
-    "sizes" and "chunks=1" are fxpipe as well, with a batch of each of several sizes, and with one micro-batch.
+    "sizes", "chunks=1" and "micro-batches" are fxpipe as well, with a batch of each of several sizes, with one
+    micro-batch, and with micro-batches that the caller hands over.
     """
 
     model: str

@@ -8,22 +8,43 @@ from typing import Any
 
 import torch
 from helpers.devices import workers
+from helpers.oracle import Seeded, draw_seed
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.errors import FxpipeError, InternalError, StateError
-from zoo.entry import Call, Entry
-from zoo.reference import CHUNKS, STEP_SEED, Comparison, Leaves, Step, back, compare, direct_step, flat, micro_batches
-from zoo.row import AT_SIZES, IN_ONE, Row
+from fxpipe.utils.random_generators import mix_seed
+from zoo.entry import SEED, Call, Entry
+from zoo.reference import (
+    CHUNKS,
+    STEP_SEED,
+    Comparison,
+    Leaves,
+    Step,
+    back,
+    compare,
+    direct_step,
+    flat,
+    micro_batches,
+    step_of,
+    weighted,
+)
+from zoo.row import AT_SIZES, HANDED_OVER, IN_ONE, Row
 from zoo.sizes import MANY_GRAPHS, with_sizes
 
 
 def run(entry: Entry, way: str, mode: str, stages: int) -> Row:
     """One row; raises where the plain model does."""
-    judges = {"fxpipe": _fxpipe, AT_SIZES: _at_sizes, "symbolic_trace": _symbolic, "pipelining": _pipelining}
-    judge = judges[way] if way != IN_ONE else functools.partial(_fxpipe, chunks=1)
-    found = judge(entry, mode == "train", stages)
+    judges = {
+        "fxpipe": _fxpipe,
+        IN_ONE: functools.partial(_fxpipe, chunks=1),
+        HANDED_OVER: _handed_over,
+        AT_SIZES: _at_sizes,
+        "symbolic_trace": _symbolic,
+        "pipelining": _pipelining,
+    }
+    found = judges[way](entry, mode == "train", stages)
     return Row(entry.name, entry.family, way, mode, stages, **found)
 
 
@@ -31,6 +52,40 @@ def run(entry: Entry, way: str, mode: str, stages: int) -> Row:
 
 
 def _fxpipe(entry: Entry, training: bool, stages: int, chunks: int = CHUNKS) -> dict[str, Any]:
+    def judge(pipe: fxpipe.Pipeline) -> tuple[str, str]:
+        verdict, message = _verified(pipe, entry.build()[1])
+        if not training and verdict == "right":
+            with torch.no_grad():
+                verdict, message = _verified(pipe, entry.build()[1])
+        return verdict, message
+
+    return _judged(entry, training, stages, chunks, judge)
+
+
+def _handed_over(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
+    """A step of two batches of the entry's, as micro-batches; right is what a loop that accumulates gradients has."""
+
+    def judge(pipe: fxpipe.Pipeline) -> tuple[str, str]:
+        batches = [entry.build(seed)[1] for seed in (SEED, SEED + 1)]
+        torch.manual_seed(STEP_SEED)
+        seed = draw_seed(True)
+        plain = entry.build()[0].train(training)
+        for i, (args, kwargs) in enumerate(batches):
+            with Seeded(mix_seed(seed, i)):
+                (weighted(flat(plain(*args, **kwargs))) / len(batches)).backward()
+        torch.manual_seed(STEP_SEED)
+        parts = [(args, kwargs, None) for args, kwargs in (entry.build(seed)[1] for seed in (SEED, SEED + 1))]
+        pipe.forward_backward(micro_batches=parts, loss_fn=lambda outputs: weighted(flat(outputs)))
+        model: Any = pipe
+        comparison = compare(step_of(model, [], ((), {})), step_of(plain, [], ((), {})))
+        return comparison.verdict, comparison.message
+
+    return _judged(entry, training, stages, 1, judge)
+
+
+def _judged(
+    entry: Entry, training: bool, stages: int, chunks: int, judge: Callable[[fxpipe.Pipeline], tuple[str, str]]
+) -> dict[str, Any]:
     model, (args, kwargs) = entry.build()
     model.train(training)
     start = time.perf_counter()
@@ -41,10 +96,7 @@ def _fxpipe(entry: Entry, training: bool, stages: int, chunks: int = CHUNKS) -> 
             model, workers(stages), chunks, example_args=args, example_kwargs=kwargs, **entry.options
         )
         found = _about(pipe) | {"plan_seconds": time.perf_counter() - start}
-        verdict, message = _verified(pipe, entry.build()[1])
-        if not training and verdict == "right":
-            with torch.no_grad():
-                verdict, message = _verified(pipe, entry.build()[1])
+        verdict, message = judge(pipe)
     except InternalError as error:
         verdict, message = "fails", _text(error)
     except FxpipeError as error:
