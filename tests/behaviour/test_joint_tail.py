@@ -326,61 +326,6 @@ def test_a_loss_of_all_samples_that_fails_changes_nothing():
         assert all(p.grad is None for p in model.parameters())
 
 
-# -- models of libraries -----------------------------------------------------------------------------------------------
-
-
-def assert_library_steps(model, batches, exact=1e-9, **options):
-    plain = copy.deepcopy(model)
-    with fxpipe.pipeline(
-        model, ["cpu", "cpu"], 4, example_kwargs=batches[0], progress=False, profile_budget=0.0, **options
-    ) as pipe:
-        for given in batches:
-            losses = []
-            for one in (pipe, plain):
-                one.zero_grad()
-                losses.append(one(**given).loss)
-                losses[-1].backward()
-            torch.testing.assert_close(*losses, rtol=exact, atol=exact)
-            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad, rtol=10 * exact, atol=exact, msg=name)
-
-
-def test_clip_of_transformers_takes_its_loss():
-    transformers = pytest.importorskip("transformers")
-    body = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = body | {"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 49, "bos_token_id": 1}
-    config = transformers.CLIPConfig(
-        text_config=text, vision_config=body | {"image_size": 16, "patch_size": 8}, projection_dim=8
-    )
-    torch.manual_seed(0)
-    model = transformers.CLIPModel(config).double()
-
-    def batch(count):
-        ids = torch.randint(2, 49, (count, 6))
-        ids[:, -1] = 49
-        images = torch.randn(count, 3, 16, 16, dtype=torch.float64)
-        return {"input_ids": ids, "pixel_values": images, "return_loss": True}
-
-    assert_library_steps(model, [batch(8), batch(10)], checkpoint="always")
-
-
-def test_mixtral_of_transformers_takes_the_loss_of_its_router():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "use_cache": False}
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.5)
-    model = transformers.MixtralForCausalLM(config)
-
-    def batch(count):
-        ids = torch.randint(2, 50, (count, 6))
-        mask = torch.ones_like(ids)
-        mask[::3, 4:] = 0
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask > 0, -100)}
-
-    assert_library_steps(model, [batch(8), batch(9)], exact=1e-5)
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

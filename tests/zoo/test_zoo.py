@@ -1,6 +1,6 @@
 """Models of the zoo as pipelines of three stages, in training and evaluation, against the plain model.
 
-`make coverage` runs the whole zoo; here are all own models, and some of transformers.
+`make coverage` runs the whole zoo; here are all own models, some of transformers, and those that are hard to cut.
 """
 
 import dataclasses
@@ -8,10 +8,10 @@ import dataclasses
 import pytest
 import torch
 
-from zoo import BY_NAME, OWN, select
+from zoo import BY_NAME, KINDS, OWN, select
 from zoo.processes import rows_of
 from zoo.reference import compare, plain_step
-from zoo.row import AT_SIZES, MODES
+from zoo.row import AT_SIZES, HANDED_OVER, MODES
 from zoo.sizes import MANY_GRAPHS, with_sizes
 from zoo.ways import run
 
@@ -20,6 +20,7 @@ LIBRARY = (
     "wav2vec2_masked", "segformer", "convnext",
 )  # fmt: skip
 NAMES = (*(entry.name for entry in OWN), *LIBRARY)
+REFUSED = {("detr_labels", "fxpipe")}
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 
@@ -31,6 +32,14 @@ def test_a_model_of_the_zoo_becomes_a_right_pipeline(name, mode):
     assert row.verdict == "right", row.message
     assert row.largest_leaf <= 0.6
     assert row.nodes > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fxpipe", HANDED_OVER])
+@pytest.mark.parametrize("name", [entry.name for entry in KINDS])
+def test_a_model_that_is_hard_to_cut_trains(name, way):
+    row = run(BY_NAME[name], way, "train", 2)
+    assert row.verdict == ("refused" if (name, way) in REFUSED else "right"), row.message
 
 
 @pytest.mark.parametrize(
