@@ -184,13 +184,14 @@ def verify(
             )
         calls = _micro_batches(traced, leaves, batch, count, calls[0])
     dtypes = {shape.dtype for node in traced.graph.nodes for shape in info(node).shapes}
+    opaque_calls = [call for node in traced.graph.nodes if (call := info(node).opaque) is not None]
     step = _Step(
         model,
         loss_fn,
         reduction,
         unit=max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0),
         input_names=tuple(leaf.path for leaf in traced.leaves),
-        opaque=tuple(traced.whole),
+        opaque={call.path: call.calls_before or () for call in opaque_calls if call.module is not None},
         draws_from_stream=traced.draws_from_stream,
     )
     try:
@@ -259,7 +260,7 @@ class _Step:
     reduction: str
     unit: float  # unit of rounding: the largest eps of the dtypes in the graph
     input_names: tuple[str, ...]
-    opaque: tuple[str, ...]  # paths of modules whose calls are one random node each
+    opaque: Mapping[str, Sequence[str]]  # modules that are one random node, after these calls of other modules
     draws_from_stream: tuple[bool, ...]  # for each draw of numbers, whether it decides for the step, as in layer drop
     loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(
         default_factory=dict
@@ -438,17 +439,32 @@ class _SeededDraws(TorchFunctionMode):
                 self.ordinal += not all(map(torch.equal, seeded, states))
 
     @contextmanager
-    def as_one_node(self, model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-        """A block in which each call of these modules is one random node."""
+    def as_one_node(self, model: nn.Module, opaque: Mapping[str, Sequence[str]]) -> Iterator[None]:
+        """A block in which what these modules run after their calls of the named modules is one random node."""
 
-        def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with self.one_node(python_rng=True):
+        def call(
+            module: nn.Module, names: Sequence[str], forward: Callable[..., Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            awaited = list(names)
+            with ExitStack() as hooks, ExitStack() as node:
+
+                def end_of(name: str) -> None:
+                    if awaited and awaited[0] == name:
+                        awaited.pop(0)
+                        if not awaited:
+                            node.enter_context(self.one_node(python_rng=True))
+
+                for name in {*names}:
+                    hook = module.get_submodule(name).register_forward_hook(lambda *_, name=name: end_of(name))
+                    hooks.callback(hook.remove)
+                if not awaited:
+                    node.enter_context(self.one_node(python_rng=True))
                 return forward(*args, **kwargs)
 
-        modules = [model.get_submodule(path) for path in paths]
+        modules = [model.get_submodule(path) for path in opaque]
         before = [vars(module).get("forward") for module in modules]
-        for module in modules:
-            module.forward = partial(call, module.forward)
+        for module, names in zip(modules, opaque.values(), strict=True):
+            module.forward = partial(call, module, names, module.forward)
         try:
             yield
         finally:

@@ -78,6 +78,22 @@ def test_layers_that_are_left_out_by_chance_are_left_out_of_the_plain_model_too(
             assert fxpipe.verify(pipe, batch()[0])
 
 
+class DrawsBeforeAndBehind(Blocks):
+    """Dropout in modules that are recorded, and in the rest of forward, which runs as Python."""
+
+    def forward(self, x):
+        h = self.between(self.between(self.a(x)))
+        if h.abs().max() > 0:
+            h = F.dropout(h.tanh())
+        return {"logits": self.b(h)}
+
+
+def test_draws_in_the_rest_of_a_forward_are_those_of_one_node():
+    with piped(DrawsBeforeAndBehind(nn.Sequential(nn.Linear(6, 6), nn.Dropout())), 2) as pipe:
+        assert any("rest" in name for stage in pipe.plan.stages for name in stage.nodes)
+        assert fxpipe.verify(pipe, batch()[0])
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "reduction"),
     [
