@@ -205,7 +205,7 @@ def _detr() -> tuple[nn.Module, Call]:
     backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"])
     sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in _DETR.items()}
     config = DetrConfig(
-        backbone_config=backbone, use_timm_backbone=False, num_queries=5, num_labels=3, d_model=16, **sizes
+        backbone_config=backbone, use_timm_backbone=False, num_queries=5, num_labels=3, d_model=16, dropout=0.0, **sizes
     )
     labels = [
         {"class_labels": torch.randint(0, 3, (count,)), "boxes": torch.rand(count, 4) / 2 + 0.2}
@@ -227,7 +227,8 @@ def _series(name: str) -> Callable[[], tuple[nn.Module, Call]]:
         config = getattr(transformers, f"{name}Config")(
             prediction_length=_FUTURE, context_length=8, lags_sequence=[1, 2], num_time_features=1, d_model=16,
             encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-            encoder_ffn_dim=32, decoder_ffn_dim=32, scaling="mean", use_cache=False,
+            encoder_ffn_dim=32, decoder_ffn_dim=32, scaling="mean", use_cache=False, encoder_layerdrop=0.0,
+            decoder_layerdrop=0.0,
         )  # fmt: skip
         return getattr(transformers, f"{name}ForPrediction")(config), call(
             past_values=vectors(_PAST), past_time_features=vectors(_PAST, 1), future_values=vectors(_FUTURE),

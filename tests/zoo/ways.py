@@ -22,6 +22,7 @@ from zoo.reference import (
     Comparison,
     Leaves,
     Step,
+    as_one_node,
     back,
     compare,
     direct_step,
@@ -70,8 +71,10 @@ def _handed_over(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
         torch.manual_seed(STEP_SEED)
         seed = draw_seed(True)
         plain = entry.build()[0].train(training)
+        first = pipe._fxpipe.first
+        whole = [path for path in first.traced.whole if path] if first is not None else []
         for i, (args, kwargs) in enumerate(batches):
-            with Seeded(mix_seed(seed, i)):
+            with Seeded(mix_seed(seed, i)) as draws, as_one_node(plain, whole, draws):
                 (weighted(flat(plain(*args, **kwargs))) / len(batches)).backward()
         torch.manual_seed(STEP_SEED)
         parts = [(args, kwargs, None) for args, kwargs in (entry.build(seed)[1] for seed in (SEED, SEED + 1))]
