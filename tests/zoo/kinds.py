@@ -228,7 +228,7 @@ def _series(name: str) -> Callable[[], tuple[nn.Module, Call]]:
             prediction_length=_FUTURE, context_length=8, lags_sequence=[1, 2], num_time_features=1, d_model=16,
             encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
             encoder_ffn_dim=32, decoder_ffn_dim=32, scaling="mean", use_cache=False, encoder_layerdrop=0.0,
-            decoder_layerdrop=0.0,
+            decoder_layerdrop=0.0, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
         )  # fmt: skip
         return getattr(transformers, f"{name}ForPrediction")(config), call(
             past_values=vectors(_PAST), past_time_features=vectors(_PAST, 1), future_values=vectors(_FUTURE),
