@@ -30,8 +30,11 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
 
 
-def follow(is_value: Callable[[Any], bool], run: Callable[[], Any]) -> list[Function]:
-    """Calls `run` and returns the functions of fxpipe that have the value, in the order of their calls."""
+def follow(is_value: Callable[[Any], bool], run: Callable[[], Any], until: str = "") -> list[Function]:
+    """Calls `run` and returns the functions of fxpipe that have the value, in the order of their calls.
+
+    The walk ends at the first call of the function `until` with the value.
+    """
 
     def things(frame: FrameType) -> Iterator[Any]:
         for local in list(frame.f_locals.values()):
@@ -61,13 +64,19 @@ def follow(is_value: Callable[[Any], bool], run: Callable[[], Any]) -> list[Func
         run()
     finally:
         sys.setprofile(None)
-    return [passed[number] for number in sorted(passed)]
+    functions = [passed[number] for number in sorted(passed)]
+    ends = [place for place, (_, name) in enumerate(functions, 1) if name == until]
+    return functions[: ends[0]] if ends else functions
 
 
 def chunks() -> list[Function]:
-    """From `pipeline` to the actions of its schedule."""
+    """From `pipeline` to the schedule of a plan."""
     x = torch.randn(NUMBER, 8)
-    return follow(lambda v: v is NUMBER, lambda: fxpipe.pipeline(model(), 2, NUMBER, example_args=(x,), hardware="cpu"))
+    return follow(
+        lambda v: v is NUMBER,
+        lambda: fxpipe.pipeline(model(), 2, NUMBER, example_args=(x,), hardware="cpu"),
+        until="make_schedule",
+    )
 
 
 def target() -> list[Function]:

@@ -28,3 +28,13 @@ def test_files_that_are_named_exist():
     ]
     for name in names:
         assert any(f"/{path}".endswith(f"/{name}") or f"/{name}" in f"/{path}" for path in found), name
+
+
+def test_concepts_that_are_named_exist_and_are_few():
+    source = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.joinpath("fxpipe").rglob("*.py"))
+    classes = set(re.findall(r"^class (\w+)", source, re.MULTILINE))
+    parts = dict(re.findall(r"^\*\*(.+?)\*\*:(.*?)\n\n", dict(SECTIONS)["Concepts"], re.MULTILINE | re.DOTALL))
+    for part, most in {"Tracing": 45, "A step": 30, "A plan": 30}.items():
+        names = re.findall(r"`(\w+)`", parts[part])
+        assert 20 < len(names) <= most
+        assert not {*names} - classes
