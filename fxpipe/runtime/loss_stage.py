@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_checks import GatheredOutput, LossWeightingCheck, verify_loss
 from fxpipe.runtime.losses import MicroBatchLosses, hold_generators, restore_generators
 from fxpipe.runtime.step_inputs import combine, gather
+from fxpipe.runtime.transport import Transport
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.output_combination import OutputCombination
 from fxpipe.utils.pytree import map_tensor_leaves
@@ -60,12 +62,8 @@ class LossStage:
         replicas = self.bound.stage_devices[-1]
         self.sums = tuple({} for _ in replicas)
         self.devices = [replicas[replica_of(i, len(replicas))] for i in range(len(self.bounds))]
-        self.losses.bring = self._brought
-
-    def _brought(self, value: Any, device: torch.device | None = None) -> Any:
-        """Copies a tensor to a device, by default to the device of the last stage's parameters."""
-        home = self.bound.devices[-1] if device is None else device
-        return self.exchange.transport.bring(value, home) if isinstance(value, torch.Tensor) else value
+        # Not a method: the losses would keep the step until the garbage collector ran.
+        self.losses.bring = partial(_bring, self.exchange.transport, self.bound.devices[-1])
 
     @property
     def own(self) -> dict[int, tuple[torch.Tensor, torch.Tensor, int]]:
@@ -100,7 +98,7 @@ class LossStage:
         trained: list[int] = []
         for place, link in enumerate(links):
             received = self.exchange.take(user, link, i)
-            output = self._brought(received.value) if self.losses.takes_all else received.value
+            output = self.losses.bring(received.value, None) if self.losses.takes_all else received.value
             if received.requires_grad:
                 output = output.detach().requires_grad_()
                 trained.append(place)
@@ -137,7 +135,7 @@ class LossStage:
         if losses.is_handed_over or not tree.is_weighed:
             return losses(tree(outputs), i)
         weight = losses.shares[i] * losses.portion
-        known = map_tensor_leaves(lambda t: self._brought(t, self.devices[i]), dict(losses.known))
+        known = map_tensor_leaves(lambda t: self.losses.bring(t, self.devices[i]), dict(losses.known))
         return losses(tree.share(outputs, known, weight, losses.reduction), i, lambda: tree(outputs))
 
     def _go_back(
@@ -169,7 +167,7 @@ class LossStage:
 
     def _at_home(self, values: list[Any]) -> list[Any]:
         """Moves values of a micro-batch to the device of the last stage's parameters."""
-        return [self._brought(value) for value in values]
+        return [self.losses.bring(value, None) for value in values]
 
     def gather_outputs(self) -> list[Any]:
         rows = [self._at_home(self.outputs.pop(i)) for i in sorted(self.outputs)]
@@ -221,6 +219,11 @@ class LossStage:
         # Use the first of duplicates: an output may also be an input that forward writes to.
         ways = {value: (how, what) for (value, how), what in reversed([*results])}
         return [ways[link.value] for link in self.bound.wiring.links[-1]]
+
+
+def _bring(transport: Transport, home: torch.device, value: Any, device: torch.device | None) -> Any:
+    """Copies a tensor to a device, by default to the device of the last stage's parameters."""
+    return transport.bring(value, device or home) if isinstance(value, torch.Tensor) else value
 
 
 @dataclass(slots=True)

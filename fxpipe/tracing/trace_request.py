@@ -34,8 +34,8 @@ class TraceRequest:
     is_compared: bool
     seed: int  # seed of the random numbers that forward draws and reads
     dynamic: DynamicDims  # dimensions besides the batch whose size may vary
-    is_for_one_size: bool = False  # may the graph hold for the example's number of samples only?
     is_whole: bool = False  # is the mini-batch the only micro-batch? Then nothing is split or combined.
+    is_for_one_size: bool = False  # may the graph hold for the example's number of samples only?
 
     def on_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceRequest:
         return replace(self, args=args, kwargs=kwargs, leaves=input_leaves(self.model, args, kwargs)[2], chunks=1)

@@ -20,6 +20,7 @@ import fxpipe
 from fxpipe.errors import InternalError
 from fxpipe.runtime import InlineExecutor, ThreadedExecutor, executor_for
 from fxpipe.runtime.executors import run_row
+from fxpipe.runtime.wiring import Fences
 from fxpipe.scheduling import dependencies, make_schedule
 from fxpipe.scheduling.actions import Action, ActionKind
 
@@ -95,19 +96,15 @@ class Counted:
         self.failure, self.done, self.slow, self.fail_at = None, [], slow, fail_at
         actions = [a for row in schedule.rows for a in row]
         self.needs = {a: [b for b in dependencies(a, schedule.stages) if b in actions] for a in actions}
-        self.fences = {a: threading.Event() for a in self.needs}
-
-    def is_ready(self, action):
-        return self.failure is not None or all(self.fences[a].is_set() for a in self.needs[action])
+        self.fences = Fences({})
 
     def wait(self, action):
         for needed in self.needs[action]:
-            self.fences[needed].wait()
+            self.fences.wait_behind(needed)
 
     def fail(self, error):
         self.failure = self.failure or error
-        for fence in self.fences.values():
-            fence.set()
+        self.fences.open_all()
 
     def in_row(self):
         return contextlib.nullcontext()
@@ -118,7 +115,7 @@ class Counted:
             self.fail(RuntimeError(str(action)))
             return
         self.done.append(action)
-        self.fences[action].set()
+        self.fences.pass_on(action)
 
 
 def _counted(**options):
