@@ -154,7 +154,6 @@ def test_a_refusal_says_what_each_stage_needs_what_is_at_fault_and_what_would_fi
         ({"balance": "block"}, 0.6, {"stages", "chunks"}),
         ({"balance": [8, 8, 8]}, 0.6, {"chunks"}),
         ({"balance": ["layers.2"]}, 0.6, {"chunks"}),
-        ({"pin": {"layers.0": 0, "layers.5": 0}}, 0.6, {"chunks"}),
         ({"stages_per_device": 3, "stages": 6, "checkpoint": "never"}, 2.6, {"checkpoint", "stages", "chunks"}),
         ({"schedule": "zbv", "stages": 4, "checkpoint": "never"}, 1.1, {"checkpoint", "stages", "chunks"}),
     ],
