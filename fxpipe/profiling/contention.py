@@ -7,8 +7,8 @@ A fixed piece of training, a layer forward and backward, runs in one thread, and
                |step === step === step ===|
 
 Both alternate, so other load disturbs both; if each worker has one thread, processor time is measured. The factor
-belongs to the machine, so it is measured once in a process. `Profile.contention` has it if micro-batches take so long
-that arithmetic dominates.
+belongs to the machine, so it is measured once in a process. `Profile.contention` is this factor; 1.0 if micro-batches
+are so short that Python dominates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 LEAST_SECONDS = 0.01  # seconds of a micro-batch, forward and backward; below, Python dominates
-ROWS, WIDTH = 32, 1024  # of the layer: weights and gradients do not fit into the cache of a core
+ROWS, WIDTH = 32, 1024  # a layer whose weights and gradients exceed the cache of a core
 ROUNDS, STEPS = 3, 3
 
 

@@ -90,7 +90,7 @@ class StorageObservations:
     probes: dict[fx.Node, Probe]
     same: dict[fx.Node, fx.Node]  # nodes that did not run, and the node of their kind that ran
     value_bytes: dict[fx.Node, int]
-    outputs: dict[fx.Node, Any]  # of the model, detached; empty unless they are kept
+    outputs: dict[fx.Node, Any]  # the model's outputs, detached; empty unless they are kept
 
     def bytes(self, label: ValueLabel | SavedLabel) -> int | None:
         """Returns the bytes of a storage; None if it does not exist."""

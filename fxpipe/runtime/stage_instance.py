@@ -97,7 +97,7 @@ def _norm_calls(statistics: Sequence[BatchStatistics]) -> list[tuple[str, str, f
 def merge_statistics(
     counts: tuple[tuple[int, ...], ...], widths: tuple[int, ...], means: torch.Tensor, variances: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns mean and unbiased variance of all values from those of the parts, one part in each row; in float64.
+    """Merges the statistics of parts, one in each row: returns mean and unbiased variance of all values, in float64.
 
     Args:
         counts: the number of values for each part and each group of columns.

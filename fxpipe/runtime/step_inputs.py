@@ -23,7 +23,7 @@ from fxpipe.utils.output_combination import needing_all
 
 
 def scatter(leaves: Sequence[Any], dims: Sequence[int | None], count: int) -> list[list[Any]]:
-    """Splits the leaves into a part for each micro-batch; leaves without the batch are the same for all."""
+    """Splits the leaves into a part for each micro-batch; each part has the leaves without the batch."""
     parts = [
         _split_leaf(leaf, dim, count) if dim is not None else [leaf] * count
         for leaf, dim in zip(leaves, dims, strict=True)

@@ -230,8 +230,8 @@ def timeline_lines(
 ) -> list[str]:
     """Draws a line for each device, at most `columns` wide: `F0` and `B0===` are actions, `.` is the bubble.
 
-    Actions too short for a name show only their kind. If they are shorter than a column, the columns of each kind, and
-    of the bubble, are in proportion to their time.
+    Actions too short for a name show only their kind. If they are shorter than a column, each kind, and the bubble, has
+    columns in proportion to its time.
     """
     names = span_names(spans)
     wanted = ((len(name) + 1) * (seconds / s.seconds) for s, name in zip(spans, names, strict=True) if s.seconds > 0)

@@ -159,7 +159,7 @@ def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Har
         if plan.sizes:
             growing = polynomial_sum(plan.operations[k].growing(hardware, plan.here) * count for k, count in counted)
             return growing + Polynomial.in_b(here - float(growing.value(plan.here)))
-        fixed = max(0.0, 2 * here - total(counted, 2))  # of the line through the seconds of b and of 2b samples
+        fixed = max(0.0, 2 * here - total(counted, 2))  # at zero samples, by the seconds of b and 2b
         return Polynomial.in_b(fixed, (here - fixed) / plan.micro_batch)
 
     work = stage.work
