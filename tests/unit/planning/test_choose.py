@@ -160,7 +160,7 @@ def test_a_refusal_says_what_each_stage_needs_what_is_at_fault_and_what_would_fi
     ],
 )
 def test_every_remedy_that_is_named_works(options: dict[str, Any], share: float, kinds: set[str]) -> None:
-    """`share`: of what a stage needs where nothing is limited, a device has. With pins that cut is bound by the host."""
+    """`share`: of what a stage needs where nothing is limited, a device has. With pins the host bounds that cut."""
     if "memory_limit" not in options:
         options |= {"memory_limit": int(share * max(needs(planned(**options))))}
     found = remedies(refusal(**options), {"zbv": 2}.get(options.get("schedule"), options.get("stages_per_device", 1)))
