@@ -21,7 +21,7 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.fit_formula import simplest_formula
 from fxpipe.tracing.record.opaque_call import leaf
 from fxpipe.tracing.verify.micro_batch_sizes import holds_for_micro_batches
-from fxpipe.utils.batch_split import micro_batch_sizes
+from fxpipe.utils.batch_split import samples_per_micro_batch
 
 T = 4  # of the inputs [b, T, 6]: also the batch size of the example
 
@@ -125,7 +125,8 @@ def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
     assert traced.recorded_sizes == (2, 3, 4, 5, 6)
     x = torch.randn(8, T, 6)
     assert [n for n in range(1, 9) if is_graph_of(traced, [x[:n]])] == [2, 3, 4, 5, 6]
-    assert [n for n in range(3, 9) if holds_for_micro_batches(traced, [x[:n]], micro_batch_sizes(n, 2))] == [3, 4, 5, 6]
+    held = [n for n in range(3, 9) if holds_for_micro_batches(traced, [x[:n]], samples_per_micro_batch(n, 2))]
+    assert held == [3, 4, 5, 6]
 
 
 def test_what_depends_on_a_size_that_was_not_recorded():
@@ -233,15 +234,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda m, x: m.lin(x[x > 0].new_zeros(count(x[x > -9]) // 24, T, 6)), TraceError,
         "size that depends on the values of tensors",
     ),
-    "made by numpy": (
-        lambda m, x: m.lin(x) + torch.as_tensor(np_arange(len(x)))[:, None, None], TraceError, "other functions with",
-    ),
     "a branch that micro-batches would take otherwise": (
         lambda m, x: m.lin(x) * max(x.shape[0], 3), TraceError,
         r"goes by the batch size .*: b >= 3 .* not for micro-batches of 2, .*use chunks=1, batches for which",
-    ),
-    "list of as many": (
-        lambda m, x: m.lin(x) * torch.tensor([0.5] * len(x))[:, None, None], TraceError, "other functions with",
     ),
     "parts by number": (
         lambda m, x: torch.cat([m.lin(y) for y in x.split(len(x) // 2 + 1)]), TraceError, "other functions with",
@@ -253,6 +248,14 @@ def np_arange(length: int) -> Any:
     import numpy as np
 
     return np.arange(length, dtype=np.float32)
+
+
+@pytest.mark.parametrize("values_of", [np_arange, lambda length: [0.5] * length])
+def test_values_made_for_the_samples_by_python_take_a_graph_for_each_size(values_of):
+    model = Forward(lambda m, x: m.lin(x) + torch.as_tensor(values_of(len(x)))[:, None, None])
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, T, 6),)) as pipe:
+        for size in (4, 8, 5, 3):
+            compare(pipe, torch.randn(size, T, 6))
 
 
 @pytest.mark.parametrize("name", REFUSED)
