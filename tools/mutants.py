@@ -1468,7 +1468,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/sample_rows.py",
-        "self.opened_parameters[node] = _opened(parameter)",
+        "self.opened_parameters[node] = opened(parameter)",
         "self.opened_parameters[node] = parameter",
         "attacks/test_samples_meet.py::test_right_models_stay_accepted",
     ),
