@@ -1161,25 +1161,6 @@ REWRITING = (
         "unit/rewriting/test_build_stages.py::test_a_stage_sets_the_state_of_its_nodes_and_restores_the_callers",
     ),
     Mutant(
-        "rewriting/rematerialize.py",
-        "if effects.requires_grad.get(node) or effects.alias",
-        "if effects.alias",
-        "unit/rewriting/test_rematerialize.py::test_what_depends_on_an_input_that_requires_grad_may_not",
-    ),
-    Mutant(
-        "rewriting/rematerialize.py",
-        "touched[node].isdisjoint(changing)",
-        "True",
-        "unit/rewriting/test_rematerialize.py",
-        "all that it reads is in `everywhere`, which nothing changes, and a tuple is of one alias class with its parts",
-    ),
-    Mutant(
-        "rewriting/linear_order.py",
-        "max(map(middle.__getitem__, v.users))",
-        "min(map(middle.__getitem__, v.users))",
-        "unit/rewriting/test_reorder.py::test_the_cost_of_an_order_is_what_lives_at_each_cut",
-    ),
-    Mutant(
         "utils/random_generators.py",
         "        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK",
         "        state = number + 0x9E3779B97F4A7C15 & _MASK",

@@ -110,7 +110,6 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             state_bytes      gradients and optimizer state
             activation_bytes saved for backward of one micro-batch
             checkpoint       its mode
-            copies           list of nodes that this stage and another stage both compute
             sent_bytes       to the next stage for one micro-batch, without portals
             in_flight        most micro-batches whose forward has run and whose backward has not
             memory_bytes     peak memory of the stage
@@ -176,7 +175,7 @@ def _stage_values(plan: Plan, figures: StageFigures) -> dict[str, Any]:
     stage = figures.stage
     names = (
         "index device nodes code forward_seconds backward_seconds loss_seconds parameter_bytes gradient_bytes "
-        "state_bytes activation_bytes copies sent_bytes memory_limit"
+        "state_bytes activation_bytes sent_bytes memory_limit"
     )
     return _values(stage, names) | {
         "flops": stage.flops.at(plan.here),

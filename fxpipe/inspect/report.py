@@ -246,15 +246,10 @@ def _step_figures(plan: Plan, variant: ChunksVariant) -> str:
     return "\n".join(['<dl class="facts">', *lines, "</dl>"])
 
 
-def _nodes_cell(row: StageFigures) -> Cell:
-    copies = len(row.stage.copies)
-    return Cell(str(len(row.stage.nodes)), len(row.stage.nodes), f"+ {copies} again" if copies else "")
-
-
 REPORT_STAGE_COLUMNS: tuple[Column[StageFigures], ...] = (
     STAGE_COLUMNS[0],
     Column("device", lambda row: Cell(f"{number_ranges(row.rows)}: {' '.join(row.devices)}", row.rows[0])),
-    Column("nodes", _nodes_cell),
+    Column("nodes", lambda row: Cell(str(len(row.stage.nodes)), len(row.stage.nodes))),
     *STAGE_COLUMNS[3:6],
     Column("both", lambda row: Cell(human_seconds(row.stage.seconds), row.stage.seconds, is_marked=row.is_slowest)),
     number_column("GFLOP", lambda row: row.flops / 1e9, three_digits),

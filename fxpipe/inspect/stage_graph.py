@@ -331,7 +331,6 @@ def _stage_title(plan: Plan, stage: StagePlan) -> str:
     lines = [
         f"forward {human_seconds(stage.forward_seconds)}, backward {human_seconds(stage.backward_seconds)}",
         f"{human_bytes(stage.parameter_bytes)} of parameters",
-        *([f"{count_text(len(stage.copies), 'node')} of other stages computed here, too"] if stage.copies else ()),
     ]
     head = f"stage {stage.index}, {_devices_text(plan, stage)}: {count_text(len(stage.nodes), 'node')}"
     return hover_title(head, lines)

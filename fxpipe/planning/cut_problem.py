@@ -50,11 +50,6 @@ def cut_problems(
         yield partial(_cut_problem, way, traced, chain, nodes, settings, profiles, batch)
 
 
-def is_cut_by_hand(traced: Traced, settings: Settings) -> bool:
-    """Returns True if the user specifies cuts: then nodes keep the order of forward."""
-    return bool(settings.pins or traced.marks) or not isinstance(settings.balance, str)
-
-
 def _partition_nodes(traced: Traced, chain: Chain) -> NodeSequence:
     modules = tuple(info(node).module for node in traced.nodes)
     busy = enclosing_paths(modules)

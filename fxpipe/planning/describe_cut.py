@@ -7,7 +7,7 @@ import math
 import operator
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -41,13 +41,12 @@ from fxpipe.profiling.formulas import size_point, size_polynomial
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.program import PIPE_INPUT, value_users
 from fxpipe.rewriting.relay_routes import is_relayed_gradient, is_relayed_value, relay_routes
-from fxpipe.rewriting.rematerialize import choose_rematerialization
 from fxpipe.scheduling import schedule_text
 from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import evaluating_modules
 from fxpipe.tracing.dynamic_sizes import Lengths
-from fxpipe.tracing.node_info import bytes_at, bytes_formula, info
+from fxpipe.tracing.node_info import bytes_formula, info
 from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.tracing.traced import attribute_tensor, opaque_name
@@ -127,12 +126,10 @@ def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:
     return polynomial_bound(total, profile.batch, *(symbol for symbol, _ in profile.lengths))
 
 
-def stage_seconds(
-    own: Sequence[NodeCost], copied: Sequence[NodeCost], loss: NodeCost | None, here: Mapping[str, int]
-) -> StageSeconds:
+def stage_seconds(own: Sequence[NodeCost], loss: NodeCost | None, here: Mapping[str, int]) -> StageSeconds:
     """Computes the seconds of a stage for any size."""
     parts = (
-        [cost.forward for cost in (*own, *copied)],
+        [cost.forward for cost in own],
         [cost.backward for cost in own],
         [cost.weight for cost in own],
         [] if loss is None else [loss.forward, loss.backward],
@@ -212,36 +209,16 @@ def time_shares(costs: Sequence[NodeCost], samples: int) -> tuple[float, ...]:
     return tuple(round(part / total, _SHARE_DIGITS) for part in seconds) if total else ()
 
 
-def rematerialized_nodes(cut: Cut, program: Program, samples: int) -> tuple[tuple[str, ...], ...]:
-    """Finds the nodes that each stage should recompute instead of receive; empty if nothing is sent."""
-    if all(site.link is None for site in cut.sites):
-        return ((),) * len(cut.sites)
-    receive = [None if site.link is None else _receive_seconds(site.link) for site in cut.sites]
-    sizes = value_sizes(cut.traced, samples, cut.profiles[0].lengths)
-
-    def if_all_were(kind: int) -> tuple[tuple[str, ...], ...]:
-        seconds = {cost.name: cost.forward.at(samples) for cost in cut.profiles[kind].nodes}
-        return choose_rematerialization(cut.traced, program, seconds, sizes, receive)
-
-    by_kind = {kind: if_all_were(kind) for kind in {site.kind for site in cut.sites}}
-    return tuple(by_kind[site.kind][j] for j, site in enumerate(cut.sites))
-
-
-def _receive_seconds(link: Link) -> Callable[[float], float]:
-    return lambda size: link.latency + size / link.bytes_per_second
-
-
 def plan_of_cut(
     cut: Cut,
     program: Program,
-    copies: Sequence[Collection[str]],
     batch: int,
     settings: Settings,
 ) -> Plan:
     """Creates the plan; its figures are for the largest micro-batch of a mini-batch of `batch` samples.
 
     Args:
-        program: of the cut, with `copies`: the nodes that each stage computes in addition to another stage.
+        program: of the cut.
         settings: options with all defaults resolved.
     """
     traced, samples = cut.traced, settings.largest_micro_batch(batch)
@@ -257,7 +234,6 @@ def plan_of_cut(
     for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
         cost, memory, costs = cut.loads[j].cost, cut.sites[j].memory, by_kind[cut.sites[j].kind]
         own, device = [costs[name] for name in names[start:end]], settings.figure_devices[settings.placement[j]]
-        copied = [costs[name] for name in copies[j]]
         loss = losses[cut.sites[j].kind] if end == len(names) else None
         update = 0.0 if hardware is None else hardware.update_seconds(cost.gradient_bytes, cost.optimizer_bytes)
         stages.append(
@@ -266,19 +242,18 @@ def plan_of_cut(
                 device=str(settings.devices[j]),
                 nodes=tuple(names[start:end]),
                 code=program.stages[j].code,
-                forward_seconds=cost.forward + sum(one.forward.at(samples) for one in copied),
+                forward_seconds=cost.forward,
                 backward_seconds=cost.backward,
                 parameter_bytes=int(cost.parameter_bytes),
                 activation_bytes=int(cost.received_bytes + cost.saved_bytes),
                 # Both are rounded sums.
                 weight_seconds=min(cost.backward, math.fsum(one.weight.at(samples) for one in own)),
                 action_seconds=action_seconds(device),
-                copies=tuple(copies[j]),
                 state_bytes=int(cost.gradient_bytes + cost.optimizer_bytes),
                 gradient_bytes=int(cost.gradient_bytes),
                 memory_limit=None if memory is None else int(memory),
-                formulas=stage_seconds(own, copied, loss, here),
-                work=_stage_work(own, copied, loss, operations) if knows_work else StageWork(),
+                formulas=stage_seconds(own, loss, here),
+                work=_stage_work(own, loss, operations) if knows_work else StageWork(),
                 update_seconds=update,
                 modules=tuple(info(node).module for node in traced.nodes[start:end]),
                 shares=time_shares(own, samples),
@@ -286,8 +261,8 @@ def plan_of_cut(
                 **sizes_of_stages[j],
             )
         )
-        calls, last = len(own) + len(copied), stages[-1]
-        stages[-1] = replace(last, host=reckon_host(device, calls, last.work, last.forward_seconds))
+        last = stages[-1]
+        stages[-1] = replace(last, host=reckon_host(device, len(own), last.work, last.forward_seconds))
     return Plan(
         stages=tuple(stages),
         devices=tuple(map(str, settings.devices)),
@@ -347,11 +322,6 @@ def formulas_of_sizes(
         "packets": _planned_packets(program, returns, formulas, settings, here),
         "sizes": planned_sizes(traced, profile),
     }
-
-
-def value_sizes(traced: Traced, samples: int, lengths: Lengths) -> dict[str, int]:
-    nodes: Sequence[fx.Node] = list(traced.graph.nodes)
-    return {n.name: bytes_at(bytes_formula(info(n).full_shapes), traced.batch, samples, lengths) for n in nodes}
 
 
 def _sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:
@@ -436,9 +406,7 @@ def _over_link(way: PlannedTransfer, settings: Settings, handed_over: Link | Non
     return transfer_over_link(replace(way, over=over), worker_link(settings, one, other) or handed_over)
 
 
-def _stage_work(
-    costs: Sequence[NodeCost], copied: Sequence[NodeCost], loss: NodeCost | None, places: dict[Operation, int]
-) -> StageWork:
+def _stage_work(costs: Sequence[NodeCost], loss: NodeCost | None, places: dict[Operation, int]) -> StageWork:
     """Counts the operations of a stage; adds new operations to `places`."""
 
     def counted(operations: Iterable[Operation]) -> tuple[tuple[int, int], ...]:
@@ -446,7 +414,7 @@ def _stage_work(
 
     works = [cost.work or NodeWork() for cost in costs]
     return StageWork(
-        counted(one for work in (*works, *(cost.work or NodeWork() for cost in copied)) for one in work.forward),
+        counted(one for work in works for one in work.forward),
         counted(one for work in works for one in work.backward),
         counted(one for work in works for one in work.to_inputs),
         () if loss is None or loss.work is None else counted((*loss.work.forward, *loss.work.backward)),

@@ -10,7 +10,7 @@ The first two run the model and take seconds; the others are fast. So one `Profi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -26,8 +26,7 @@ from fxpipe.hardware import Hardware
 from fxpipe.partitioning import cut_least_misplaced
 from fxpipe.planning.choose import Cut, choose_cut
 from fxpipe.planning.cost_model import device_kind, device_kinds
-from fxpipe.planning.cut_problem import is_cut_by_hand
-from fxpipe.planning.describe_cut import plan_of_cut, rematerialized_nodes
+from fxpipe.planning.describe_cut import plan_of_cut
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.retarget import resize_plan
@@ -35,7 +34,6 @@ from fxpipe.planning.replication import choose_replicas
 from fxpipe.profiling import Profile, profile
 from fxpipe.profiling.profile_data import profile_for
 from fxpipe.rewriting import Program, forbidden_cuts, split_into_stages
-from fxpipe.rewriting.reorder import reorder_nodes, with_node_order
 from fxpipe.scheduling import schedule_text
 from fxpipe.tracing import Traced, trace, trace_unverified
 from fxpipe.tracing.cache_key import in_mode
@@ -60,13 +58,11 @@ class ProfiledModel:
     """A traced and profiled model: its graph, and the costs of nodes for any number of samples."""
 
     traced: Traced
-    orders: tuple[Traced, ...]  # the traced graph and, if it exists, a reordered graph that sends less
     profiles: tuple[Profile, ...]  # one for each kind of device
     kinds: tuple[str, ...]  # measured kinds of devices
     threads: int | None  # torch threads while a CPU was measured: a worker's share; None: no CPU was measured
     hardware: Hardware | None  # the target of the estimates; None: measured
     batch: int  # samples of the mini-batch
-    fingerprint: str
 
     def holds_for(self, settings: Settings) -> bool:
         """Returns True if the measured seconds are valid for the settings' workers; see `profile_again`."""
@@ -104,10 +100,7 @@ def trace_and_profile(
             model, settings.workers, args, kwargs, look
         )
     traced = replace(traced, device=device)
-    phase("ordering nodes")
-    in_order = reorder_nodes(traced)
-    orders = (traced,) if in_order is traced else (traced, in_order)
-    return ProfiledModel(traced, orders, profiles, kinds, threads, settings.hardware, batch, traced.fingerprint())
+    return ProfiledModel(traced, profiles, kinds, threads, settings.hardware, batch)
 
 
 def batch_of_replica(traced: Traced, batch: int, data: int) -> int:
@@ -272,49 +265,39 @@ class PreparedGraph:
     traced: Traced
     program: Program
     settings: Settings  # with all defaults resolved
-    is_reordered: bool
     starts: tuple[int, ...]  # the place of the first node of each stage
-    copies: tuple[Collection[str], ...] = ()  # by stage, the earlier nodes that it computes itself; empty: none
 
     def on_devices(self, devices: Sequence[torch.device]) -> Program:
         """Returns the program of the same stages on other devices, for replicas."""
-        return _split(self.traced, self.starts, self.settings, self.copies, devices)
+        return _split(self.traced, self.starts, self.settings, devices)
 
 
 def _split(
     traced: Traced,
     starts: Sequence[int],
     settings: Settings,
-    copies: Sequence[Collection[str]] = (),
     devices: Sequence[torch.device] | None = None,
 ) -> Program:
     devices = settings.devices if devices is None else devices
-    return split_into_stages(traced, starts, devices, copies, settings.deferred_batch_norm, settings.compile)
+    return split_into_stages(traced, starts, devices, settings.deferred_batch_norm, settings.compile)
 
 
 def prepare_profiled(profiled: ProfiledModel, settings: Settings) -> PreparedGraph:
     """Decides and rewrites: plans a profiled model for workers for which its seconds are valid."""
-    return prepare_cut(cut_profiled(profiled, settings), profiled.fingerprint, profiled.batch, settings)
+    return prepare_cut(cut_profiled(profiled, settings), profiled.batch, settings)
 
 
 def cut_profiled(profiled: ProfiledModel, settings: Settings, explains: bool = True) -> Cut:
-    orders = profiled.orders[:1] if is_cut_by_hand(profiled.traced, settings) else profiled.orders
-    return choose_cut(orders, profiled.profiles_for(settings), profiled.batch, settings, explains=explains)
+    return choose_cut(profiled.traced, profiled.profiles_for(settings), profiled.batch, settings, explains=explains)
 
 
-def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> PreparedGraph:
+def prepare_cut(cut: Cut, batch: int, settings: Settings) -> PreparedGraph:
     """Creates the stages of a cut, and the plan that describes them."""
     phase("making stages")
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_decided_checkpoint(settings.checkpoint, cut.recompute))
     program = _split(traced, cut.starts, settings)
-    copies = rematerialized_nodes(cut, program, settings.largest_micro_batch(batch))
-    if any(copies):
-        program = _split(traced, cut.starts, settings, copies)
-    plan = plan_of_cut(cut, program, copies, batch, settings)
-    plan = replace(plan, fingerprint=fingerprint)
-    is_reordered = traced.fingerprint() != fingerprint
-    return PreparedGraph(plan, traced, program, settings, is_reordered, cut.starts, tuple(copies))
+    return PreparedGraph(plan_of_cut(cut, program, batch, settings), traced, program, settings, cut.starts)
 
 
 def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool]) -> str | tuple[str, ...]:
@@ -327,14 +310,11 @@ def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool])
 
 def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settings) -> PreparedGraph:
     """Creates the stages of a plan. Its figures are resized to the micro-batches; they keep the plan's hardware."""
-    by_name = {node.name: node for node in traced.nodes}
     names = [name for stage in asked.stages for name in stage.nodes]
-    if sorted(names) != sorted(by_name) or not all(stage.nodes for stage in asked.stages):
+    if names != [node.name for node in traced.nodes] or not all(stage.nodes for stage in asked.stages):
         raise ArgumentError("plan does not have the nodes of the graph that its fingerprint names: it is damaged")
-    reordered = with_node_order(traced, [by_name[name] for name in names])
     starts = tuple(accumulate((len(stage.nodes) for stage in asked.stages[:-1]), initial=0))
-    copies = [stage.copies for stage in asked.stages]
-    program = _split(reordered, starts, settings, copies)
+    program = _split(traced, starts, settings)
     stages = tuple(
         replace(stage, device=str(device), code=built.code)
         for stage, device, built in zip(asked.stages, settings.devices, program.stages, strict=True)
@@ -350,8 +330,7 @@ def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settin
         cluster=asked.cluster if settings.processes or not asked.is_over_processes else None,
         replica_devices=tuple(tuple(map(str, own)) for own in settings.replica_workers),
     )
-    is_reordered = names != [node.name for node in traced.nodes]
-    return PreparedGraph(plan, reordered, program, settings, is_reordered, starts, tuple(copies))
+    return PreparedGraph(plan, traced, program, settings, starts)
 
 
 @planning_block()
@@ -372,11 +351,9 @@ def prepare_additional_graph(
 
     device, traced = look_on_recording_device(model, settings.workers, args, kwargs, look)
     traced = replace(traced, device=device)
-    if first.is_reordered:
-        traced = reorder_nodes(traced)
     starts = cut_least_misplaced(_misplacement_costs(first, traced), forbidden_cuts(traced))
     program = _split(traced, starts, settings)
-    return replace(first, traced=traced, program=program, starts=tuple(starts), copies=())
+    return replace(first, traced=traced, program=program, starts=tuple(starts))
 
 
 def _misplacement_costs(first: PreparedGraph, traced: Traced) -> list[list[float]]:

@@ -3,7 +3,7 @@
 For each stage, in this order:
 
 1. Find the earlier values that its nodes need. Each is received from the last stage before it that changed the value
-   in place, or else from the stage of its node. Values in `copies` are recomputed from their inputs instead.
+   in place, or else from the stage of its node.
 2. A stage that writes to received memory clones it at entry, and recreates from the clone every alias that it, or a
    later stage, still uses. So no stage writes to the memory of another.
 3. Copy its nodes, set the thread state when it changes, seed random nodes and replace devices.
@@ -25,13 +25,11 @@ from torch import fx
 from fxpipe._torch.autograd import refuse_other_backwards, version_of
 from fxpipe._torch.saved_tensor_hooks import with_saved_tensors
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.errors import InternalError, StateError
+from fxpipe.errors import StateError
 from fxpipe.rewriting.cut_points import Aliases, alias_classes_written_at
 from fxpipe.rewriting.deferred_batch_norm import DeferredBatchNorm, defer_batch_norm, defer_in_opaque_call
 from fxpipe.rewriting.portals import insert_pop, insert_stash, skips_of
 from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue, SourceLocation, Stage, clone
-from fxpipe.rewriting.rematerialize import rematerializable_nodes
-from fxpipe.rewriting.reorder import random_ordinals
 from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
 from fxpipe.rewriting.stage_callables import make_stage_callable
 from fxpipe.tracing.graph_text import node_expression, short_source_line
@@ -111,19 +109,16 @@ def split_into_stages(
     traced: Traced,
     starts: Sequence[int],
     devices: Sequence[torch.device],
-    copies: Sequence[Collection[str]] = (),
     deferred_batch_norm: bool = False,
     compile_options: Mapping[str, Any] | None = None,
 ) -> Program:
     """Makes stages that begin at the places `starts` (the first is 0), for one device each.
 
     Args:
-        copies: for each stage the names of earlier nodes that it recomputes if needed, instead of receiving their
-            values (`fxpipe.rewriting.rematerialize`). Default: none.
         deferred_batch_norm: stages return the statistics of batch norm (`fxpipe.rewriting.deferred_batch_norm`).
         compile_options: keywords of `torch.compile` for the stages; None: stages are not compiled.
     """
-    cut = _StageCut.of(traced, starts, copies)
+    cut = _StageCut.of(traced, starts)
     drafts = [_draft_stage(cut, stage) for stage in range(cut.count)]
     written = cut.effects.written_inputs
     left = traced.left
@@ -133,7 +128,7 @@ def split_into_stages(
     table = [{node: cut.owner(node, stage) for node in draft.needs} for stage, draft in enumerate(drafts)]
     table.append({node: cut.owner(node, cut.count) for node in outputs})
     skips = tuple(skips_of(table[:-1]))
-    ordinals = random_ordinals(cut.effects.nodes)
+    ordinals = {node: k for k, node in enumerate(n for n in cut.effects.nodes if info(n).is_random)}
     deferring = DeferredBatchNorm.of(traced) if deferred_batch_norm else DeferredBatchNorm()
     stages = []
     for stage, draft in enumerate(drafts):
@@ -181,7 +176,7 @@ class _StageDraft:
     nodes: list[fx.Node]
     needs: list[fx.Node]  # received
     clones: list[fx.Node]  # received, cloned at entry
-    again: list[fx.Node]  # recreated here: views of the clones; and recomputed nodes
+    again: list[fx.Node]  # recreated here: views of the clones
     assigns: dict[str, fx.Node]  # buffers that get a new value here
 
 
@@ -194,20 +189,16 @@ class _StageCut:
     attributes: list[fx.Node]
     states: set[int | None]  # alias classes of parameters and buffers
     written_classes: list[set[int]]  # by stage: the alias classes that it changes
-    copies: list[frozenset[str]]  # by stage: earlier nodes that it recomputes
 
     @classmethod
-    def of(cls, traced: Traced, starts: Sequence[int], copies: Sequence[Collection[str]]) -> _StageCut:
+    def of(cls, traced: Traced, starts: Sequence[int]) -> _StageCut:
         effects = traced.effects
         assert effects is not None
         attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
         ends = [*starts[1:], len(effects.nodes)]
         writes = [alias_classes_written_at(effects, range(start, end)) for start, end in zip(starts, ends, strict=True)]
         states = {effects.alias[n] for n in attributes}
-        copied = [frozenset(names) for names in copies] or [frozenset[str]()] * len(starts)
-        if any(copied) and (strange := frozenset().union(*copied) - rematerializable_nodes(traced).keys()):
-            raise InternalError(f"{sorted(strange)} cannot be computed in more than one stage")
-        return cls(traced, effects, Aliases.of(effects), starts, attributes, states, writes, copied)
+        return cls(traced, effects, Aliases.of(effects), starts, attributes, states, writes)
 
     @property
     def count(self) -> int:
@@ -291,28 +282,7 @@ def _draft_stage(cut: _StageCut, stage: int) -> _StageDraft:
         needs |= dict.fromkeys([*roots, *(n for n in others if cut.is_received(n, stage))])
         clones += roots
         again += views
-    copied = _take_rematerialized(cut, stage, needs)
-    return _StageDraft(
-        nodes, list(needs), clones, sorted([*again, *copied], key=cut.effects.place.__getitem__), assigns
-    )
-
-
-def _take_rematerialized(cut: _StageCut, stage: int, needs: dict[fx.Node, None]) -> list[fx.Node]:
-    """Moves values that the stage recomputes out of `needs`, and adds their inputs."""
-    rematerialized: list[fx.Node] = []
-    waiting = [n for n in needs if n.name in cut.copies[stage]]
-    while waiting:
-        node = waiting.pop()
-        if node not in needs:
-            continue
-        del needs[node]
-        rematerialized.append(node)
-        new = [
-            n for n in node.all_input_nodes if cut.is_received(n, stage) and n not in needs and n not in rematerialized
-        ]
-        needs |= dict.fromkeys(new)
-        waiting += [n for n in new if n.name in cut.copies[stage]]
-    return rematerialized
+    return _StageDraft(nodes, list(needs), clones, sorted(again, key=cut.effects.place.__getitem__), assigns)
 
 
 def _clone_roots(cut: _StageCut, stage: int, members: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:

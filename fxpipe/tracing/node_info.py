@@ -44,7 +44,6 @@ class RandomDraws:
 
     is_scalar: bool = False  # one number that forward may read, from the stream of the step (`forward_rng`)
     from_python: bool = False  # also from Python's or numpy's generators
-    ordinal: int | None = None  # the index of the node among random nodes, if they were reordered
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,6 @@ class StagePlan:
     sent_bytes: int  # to the next stage, without portals (`Plan.portals`)
     weight_seconds: float = 0.0  # the part of backward that computes gradients of parameters
     action_seconds: float = 0.0  # constant overhead of an action, in addition to the seconds above
-    copies: tuple[str, ...] = ()  # nodes that this stage computes in addition to another stage
     state_bytes: int = 0  # gradients of parameters, and optimizer state
     gradient_bytes: int = 0  # the gradients within `state_bytes`
     memory_limit: int | None = None  # bytes that the stage may use; None: unknown

@@ -175,7 +175,7 @@ def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Har
         memory_limit=hardware.usable_memory // plan.placement.count(plan.placement[stage.index]),
         formulas=replace(formulas, weight=formulas.backward + formulas.weight * -1),
         action_seconds=action_seconds(device),
-        host=reckon_host(device, len(stage.nodes) + len(stage.copies), work, forward),
+        host=reckon_host(device, len(stage.nodes), work, forward),
         update_seconds=hardware.update_seconds(stage.gradient_bytes, stage.state_bytes - stage.gradient_bytes),
     )
 

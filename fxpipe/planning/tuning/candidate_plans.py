@@ -182,9 +182,9 @@ class ModelPlans:
         return self._cuts[key]
 
     def _of_cut(self, cut: Cut, settings: Settings) -> PreparedGraph:
-        key = (id(cut.traced), cut.starts, cut.settings.placement, cut.recompute)
+        key = (cut.starts, cut.settings.placement, cut.recompute)
         if key not in self._same:
-            self._same[key] = prepare_cut(cut, self.profiled.fingerprint, self.profiled.batch, settings)
+            self._same[key] = prepare_cut(cut, self.profiled.batch, settings)
         return self._same[key]
 
     def _fastest(self, samples: int) -> list[StageCost]:

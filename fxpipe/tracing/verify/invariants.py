@@ -29,7 +29,6 @@ def check_invariants(traced: Traced) -> None:
 
 def find_faults(traced: Traced) -> Iterator[str]:
     """Yields descriptions of broken invariants whose loss would go unnoticed. Others raise where a graph runs."""
-    yield from _ordinal_faults(traced)
     if traced.in_dims:
         for node in traced.nodes:
             if info(node).known_shapes is None and not info(node).is_guarded_read:
@@ -37,14 +36,6 @@ def find_faults(traced: Traced) -> Iterator[str]:
         yield from _combination_faults(traced)
     if traced.effects is not None:
         yield from _effect_faults(traced, traced.effects)
-
-
-def _ordinal_faults(traced: Traced) -> Iterator[str]:
-    """Checks that random nodes in another order than they were recorded in know their place in it."""
-    draws = [known.rng for node in traced.graph.nodes if (known := info(node)).rng is not None]
-    ordinals = [rng.ordinal for rng in draws if rng is not None and rng.ordinal is not None]
-    if ordinals and sorted(ordinals) != list(range(len(draws))):
-        yield f"{len(draws)} random nodes have the ordinals {ordinals}"
 
 
 def _combination_faults(traced: Traced) -> Iterator[str]:

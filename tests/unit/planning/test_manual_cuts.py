@@ -190,7 +190,7 @@ def test_a_device_that_a_map_leaves_out_takes_its_seconds_along() -> None:
         devices=["cpu", "cuda:0"], chunks=2, pin={"": 1}, stages_per_device=1, memory_limit="1GiB"
     )
     settings = make_settings(options, anywhere=True)
-    cut = choose_cut([traced], [on_cpu, on_gpu], BATCH, settings)
+    cut = choose_cut(traced, [on_cpu, on_gpu], BATCH, settings)
     assert [str(worker) for worker in cut.settings.workers] == ["cuda:0"]
     assert cut.profiles == (on_gpu,)
     assert cut.loads[0].cost.forward == pytest.approx(on_gpu.forward_seconds)

@@ -1,13 +1,12 @@
 """Where stages run: hardware that is not here, links, devices that are not equal, and the memory that they have."""
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.plan_hardware import SLOW, Causal, estimated, hardware, ids, without_host
-from helpers.plan_models import BATCH, CHUNKS, Deep, assert_trains_like, assert_within, bottleneck, needs, planned, rows
+from helpers.plan_hardware import SLOW, estimated, hardware, without_host
+from helpers.plan_models import BATCH, CHUNKS, Deep, assert_within, bottleneck, needs, planned, rows
 from torch import nn
 
 import fxpipe
@@ -97,32 +96,6 @@ def test_slow_links_move_the_cut_to_where_little_is_sent() -> None:
     assert bottleneck(block) == {"block": bottleneck(slow)["block"]}
     # Such short stages wait for the host, whatever the links.
     assert plan_figures(without_host(slow)).step_seconds < plan_figures(without_host(block)).step_seconds
-
-
-def test_slow_links_make_copies_of_masks_and_the_pipe_trains_like_the_plain_model() -> None:
-    fast = estimated(Causal(), 3, ids(), hardware=hardware(Link(1e13)))
-    assert [stage.copies for stage in fast.stages] == [()] * 3
-    assert any(portal.name == "triu" for portal in fast.portals) or "triu" in str(fast.stages[1].code)
-    plain = Causal()
-    options: dict[str, Any] = {"example_args": (ids(),), "hardware": hardware(Link(1e9, 5e-6))}
-    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 3, CHUNKS, **options) as pipe:
-        copies = [stage.copies for stage in pipe.plan.stages]
-        assert copies[0] == ()
-        assert ("full", "triu") in copies
-        assert not any(portal.name == "triu" for portal in pipe.plan.portals)
-        assert_trains_like(plain, pipe, lambda: (ids(),))
-
-
-def test_a_stage_that_computes_copies_takes_the_time_for_it() -> None:
-    """A node takes 1 microsecond."""
-    plan = estimated(Causal(), 3, ids(), hardware=hardware(Link(1e9, 5e-6)))
-    seconds = {name: [j for j, stage in enumerate(plan.stages) if name in stage.copies] for name in ("full", "triu")}
-    assert seconds["full"] == seconds["triu"] != []
-    for stage in plan.stages:
-        launches = stage.forward_seconds / 1e-6
-        assert launches == pytest.approx(round(launches))
-        views = sum(name.startswith(("chunk", "transpose", "getitem", "getattr")) for name in stage.nodes)
-        assert round(launches) <= len(stage.nodes) + len(stage.copies) - views
 
 
 def two_kinds(monkeypatch: pytest.MonkeyPatch, times: float) -> None:

@@ -49,7 +49,6 @@ def test_the_full_plan_is_full() -> None:
     empty = {field.name for field in dataclasses.fields(plan) if not getattr(plan, field.name)}
     assert not empty
     assert isinstance(plan.checkpoint, tuple)
-    assert any(stage.copies for stage in plan.stages)
     assert all(stage.memory_limit and stage.state_bytes and stage.flops for stage in plan.stages)
     assert all(way.seconds > 0 for way in plan.sendings)
 
