@@ -15,6 +15,7 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.rewriting.program import PIPE_INPUT, ConstantOutput, Program, ReceivedValue, Stage
 from fxpipe.runtime.wiring import Wiring
 from fxpipe.scheduling.replicas import replica_of
+from fxpipe.tracing.model_state import NotKept
 from fxpipe.utils.output_combination import OutputCombination
 
 
@@ -38,6 +39,7 @@ class BoundProgram:
     state: ThreadState  # the caller's
     constants: dict[str, torch.Tensor]  # tensors in lists, tuples and dicts of the model, by name
     left_attribute_dims: Mapping[str, int | str] = field(default_factory=dict)  # for attributes that forward sets
+    set_anew: tuple[str, ...] = ()  # attributes that forward sets before it reads them, and that a step does not keep
     told: frozenset[int] = frozenset()  # output leaves that the user has said how to combine
     combinations: tuple[OutputCombination, ...] = ()  # for outputs combined from pieces
     known_pieces: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> by place
@@ -160,7 +162,7 @@ class ModelTensors:
         tensor: torch.Tensor = store[key]
         return tensor
 
-    def set(self, name: str, value: torch.Tensor) -> None:
+    def set(self, name: str, value: torch.Tensor | NotKept) -> None:
         try:
             store, key = self._slot(name)
         except AttributeError:  # other code has deleted the attribute

@@ -37,6 +37,7 @@ from fxpipe.runtime.transport import Transport, on_all_streams
 from fxpipe.runtime.wiring import Fences, fences_of
 from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.scheduling.replicas import replica_of
+from fxpipe.tracing.model_state import NotKept
 from fxpipe.utils.random_generators import mix_seed
 
 # -- Notes that say where in the pipeline an exception was raised ----------------------------------------------------
@@ -124,6 +125,9 @@ class Step(ActionPerformer):
         ]
         if len(self.open_programs) > 1:
             check_programs_fit(inputs.programs, [one.tensors for one in self.open_programs])
+        for one in self.open_programs:
+            for name in one.bound.set_anew:
+                one.tensors.set(name, NotKept(name))
         by_id = {id(one.bound): one for one in self.open_programs}
         self._programs = [by_id[id(bound)] for bound in inputs.bounds]
         self._stages = self._open_stages()

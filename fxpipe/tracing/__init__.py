@@ -227,21 +227,24 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
     except (MakesState, ArgumentError) as refusal:  # samples may interact in the state that the first call creates
         error = refusal
     lazy_state = make_lazy_state(request.model, request.args, request.kwargs, request.in_dims)
-    if lazy_state is None and error is not None:
-        raise error
-    try:
-        traced = find_graph(request)
-        if names := new_attributes(traced):
-            raise CannotRecord(
+    if lazy_state is not None or error is None:
+        try:
+            traced = find_graph(request)
+            if not (names := new_attributes(traced)):
+                return traced
+            error = CannotRecord(
                 f"forward makes the attribute {names[0]!r}, and something else each time it is called; set it in "
                 "__init__",
                 is_final=True,
             )
-    except Exception:
+        except Exception as failure:
+            error = failure
         if lazy_state is not None:
             lazy_state.restore()
-        raise
-    return traced
+    if isinstance(error, MakesState):
+        with contextlib.suppress(MakesState):
+            return find_graph(replace(request, sets_anew=True))
+    raise error
 
 
 def _needs_inputs(model: nn.Module) -> bool:

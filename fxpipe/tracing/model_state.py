@@ -24,6 +24,7 @@ from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
 from fxpipe._torch.tensor_data import replace_data
+from fxpipe.errors import StateError
 from fxpipe.tracing.parameter_offload import can_be_offloaded, offload_parameters
 from fxpipe.tracing.record.host_arguments import HostArgumentConversion
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
@@ -344,7 +345,8 @@ class Snapshot:
             with torch.no_grad():
                 kept.tensor.copy_(kept.value)
 
-    def refuse_changes(self) -> None:
+    def refuse_changes(self, set_anew: Collection[str] = ()) -> None:
+        """Raises `CannotRecord` for changes that a graph does not make. `set_anew`: attributes that may change."""
         if self.written_parameters:
             raise CannotRecord(
                 f"forward writes to the parameter {self.written_parameters[0]!r}; keep what forward changes in a "
@@ -366,12 +368,42 @@ class Snapshot:
                 "forward changes the default dtype; do so outside forward, or pass dtype= to the functions",
                 is_final=True,
             )
-        if self.written_attributes:
+        if written := [name for name in self.written_attributes if name not in set_anew]:
             raise MakesState(
-                f"forward changes the attribute {self.written_attributes[0]!r}, which is no tensor: a graph cannot "
+                f"forward changes the attribute {written[0]!r}, which is no tensor: a graph cannot "
                 "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward",
                 is_final=True,
             )
+
+
+class NotKept:
+    """Stands, after a step, in an attribute that forward sets anew in each call. Any use of it is an error."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, which a pipe does not keep>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotKept, (self._name,)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise StateError(
+            f"forward makes {self._name!r} anew in each call, and a pipe does not keep it: let forward return it, or "
+            "call the plain model"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python asks of any object
+            raise AttributeError(name)
+        self._refuse()
+
+    __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __eq__ = _refuse
+    __int__ = __float__ = __index__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
     here = threading.get_ident()
     PATCH_TURN.acquire()
     outer, active.recorder = active.recorder, recorder
-    module_call = nn.Module.__call__
+    module_call, module_setattr = nn.Module.__call__, nn.Module.__setattr__
 
     def is_elsewhere() -> bool:
         return threading.get_ident() != here or recorder.paused > 0
@@ -87,15 +87,21 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         _add_application(recorder, plain, function, node_args, node_kwargs, result, random)
         return result
 
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        if threading.get_ident() == here and not isinstance(value, (nn.Module, nn.Parameter)):
+            recorder.python_reads.is_read_first(module.__dict__, name, is_read=False)
+        module_setattr(module, name, value)
+
     def getattribute(module: nn.Module, name: str) -> Any:
-        value = object.__getattribute__(module, name)
         # Also `training` of modules in plain lists, which `cache_key` does not include.
-        if (
-            name not in MODULE_DICT_KEYS or (name == "training" and id(module) not in recorder.paths)
-        ) and not is_elsewhere():
+        is_own = name not in MODULE_DICT_KEYS or (name == "training" and id(module) not in recorder.paths)
+        is_asked = is_own and threading.get_ident() == here
+        if is_asked:
             own = object.__getattribute__(module, "__dict__")  # class attributes: see `cache_key`
-            if name in own:
-                recorder.python_reads.add_attribute(own, name)
+            is_asked = recorder.python_reads.is_read_first(own, name, is_in_node=recorder.paused > 0)
+        value = object.__getattribute__(module, name)
+        if is_asked and not recorder.paused and name in own:
+            recorder.python_reads.add_attribute(own, name)
         return value
 
     def vmap(map_batch: Any, function: Any, *settings_and_args: Any, **kwargs: Any) -> Any:
@@ -122,6 +128,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         (storage, "__len__", told_of(storage.__len__)),
         (storage, "data_ptr", told_of(storage.data_ptr)),
         (nn.Module, "__getattribute__", getattribute),
+        (nn.Module, "__setattr__", set_attribute),
         (nn.Module, "__call__", call),
     ]
     try:

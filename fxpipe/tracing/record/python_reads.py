@@ -39,6 +39,8 @@ class PythonReads:
     def __init__(self, model: nn.Module):
         self._model = model
         self._places: dict[tuple[int, str], Place] = {}
+        # By id of a module's dict and name: whether the first use of an attribute was a read.
+        self._first_uses: dict[tuple[int, str], bool] = {}
         self._codes: dict[int, CodeType] = {}
         self._ran: list[tuple[CodeType, dict[str, Any]]] = []
         # By id: objects with their used attributes; None if uses cannot be observed.
@@ -51,6 +53,18 @@ class PythonReads:
         if key not in self._places and not isinstance(owner[name], torch.Tensor):
             self._places[key] = owner, name
             self._reach(owner[name])
+
+    def is_read_first(self, owner: dict[str, Any], name: str, is_read: bool = True, is_in_node: bool = False) -> bool:
+        """Returns whether forward has read an attribute, or tried to, before it has set it. This use may be the first.
+
+        Args:
+            is_read: whether this use reads it.
+            is_in_node: whether this use is in Python that runs as a node, without what recorded code sets.
+        """
+        key = (id(owner), name)
+        if is_in_node:
+            self._first_uses[key] = True
+        return self._first_uses.setdefault(key, is_read)
 
     @contextlib.contextmanager
     def follow(self, is_elsewhere: Callable[[], bool]) -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.module_internals import module_flags
+from fxpipe._torch.module_internals import module_flags, tensor_stores
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.cache_key import requires_grad_flags, same_tensors, tensor_guards_of
@@ -209,7 +209,8 @@ def _record_once(
         own_generators.refuse_drawn()
         if recorder.refusal is not None:  # forward caught it
             raise recorder.refusal
-        snapshot.refuse_changes()
+        set_anew = _attributes_set_anew(snapshot, recorder) if recorder.options.sets_anew else ()
+        snapshot.refuse_changes(set_anew)
         _refuse_refilled(snapshot, recorder)
         if paths := recorder.random.python_modules:
             raise python_rng_error(frozenset() if "" in paths else frozenset(paths))
@@ -249,6 +250,7 @@ def _record_once(
         tied=frozenset(tied & assigned.keys()),
         has_keys_of_sizes=recorder.sizes.are_keys,
         ended_modules=tuple(recorder.ended_modules),
+        set_anew=set_anew,
     )
     erase_unused_nodes(traced, keeping=("size", operator.getitem))  # sizes may still turn out to be data-dependent
     return replace(traced, signature=signature_of(traced.graph)), recorder.unknown_tensors
@@ -281,6 +283,18 @@ def _depends_on_inputs(node: fx.Node) -> bool:
                 seen.add(source)
                 todo.append(source)
     return any(source.op == "placeholder" for source in seen)
+
+
+def _attributes_set_anew(snapshot: Snapshot, recorder: Recorder) -> tuple[str, ...]:
+    """Returns the attributes that forward has changed, and that it sets in each call before it reads them."""
+    modules = dict(recorder.model.named_modules())
+    names = []
+    for name in dict.fromkeys(snapshot.written_attributes):
+        path, _, key = name.rpartition(".")
+        module = modules.get(path)
+        if module is not None and not any(key in store for store in tensor_stores(module)[:2]):
+            names += [] if recorder.python_reads.is_read_first(module.__dict__, key) else [name]
+    return tuple(names)
 
 
 def _refuse_refilled(snapshot: Snapshot, recorder: Recorder) -> None:

@@ -25,6 +25,7 @@ from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream, python_draws
 from fxpipe.tracing.guards import expectations_of
 from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
 from fxpipe.tracing.model_state import (
+    NotKept,
     Snapshot,
     container_tensors,
     is_fixed,
@@ -201,6 +202,9 @@ def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int) -> li
 def restoring(traced: Traced) -> Iterator[Snapshot]:
     """A block that runs the model or its graph with the user's seed; the model and all random states are restored."""
     with preserve_state(traced.model) as snapshot, without_gradients(traced.model), preserve_objects(traced.in_spec):
+        for name in traced.set_anew:  # whatever reads one before it is set raises
+            path, _, key = name.rpartition(".")
+            traced.model.get_submodule(path).__dict__[key] = NotKept(name)
         torch.manual_seed(torch.initial_seed() % 2**31)
         yield snapshot
 

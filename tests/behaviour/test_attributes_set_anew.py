@@ -1,0 +1,145 @@
+"""Attributes that forward sets before it reads them carry nothing to the next call: they are recorded, not kept."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import assert_same_gradients
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import FxpipeError, StateError
+
+
+class Model(nn.Module):
+    count = 0
+
+    def __init__(self, forward: Any, **held: Any):
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(8, 8), nn.Linear(8, 8), forward
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.function(self, x)
+        return result
+
+
+def _spiking(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.potential = [torch.zeros_like(x) for _ in range(2)]
+    for k, layer in enumerate((m.first, m.second)):
+        m.potential[k] = 0.9 * m.potential[k] + layer(x)
+        x = torch.sigmoid(5 * (m.potential[k] - 0.5))
+    return x
+
+
+def _kan(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.acts, m.scales = [x], {}
+    for layer in (m.first, m.second):
+        m.acts.append(layer(m.acts[-1]).relu())
+        m.scales[len(m.acts)] = m.acts[-1].detach().std()
+    return m.acts[-1] + m.acts[1]
+
+
+def _sizes(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.first.rows = len(x)
+    return m.second(m.first(x)).view(m.first.rows, 2, -1).flatten(1)
+
+
+class Context:
+    pass
+
+
+def _context(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.context = Context()
+    m.context.hidden = m.first(x)
+    return m.second(m.context.hidden.tanh())
+
+
+SET: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "spiking": (_spiking, {"potential": []}, "potential"),
+    "lists, a dict": (_kan, {"acts": None, "scales": None}, "acts"),
+    "new names": (_kan, {}, "scales"),
+    "number of samples, of a module inside": (_sizes, {}, "first.rows"),
+    "an object": (_context, {}, "context"),
+}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_it_is_recorded(name: str) -> None:
+    forward, held, attribute = SET[name]
+    model = Model(forward, **held)
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    path, _, key = attribute.rpartition(".")
+    owner = model.get_submodule(path)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        assert not pipe.plan.whole
+        assert getattr(owner, key, None) == held.get(key)
+        for samples in (4, 6, 4):
+            x = torch.randn(samples, 8)
+            model.zero_grad()
+            plain.zero_grad()
+            want = torch.cat([plain(part) for part in x.chunk(2)])
+            want.square().mean().backward()
+            torch.testing.assert_close(pipe(x), want)
+            pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+            assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+            for use in (bool, len, list, lambda value: value[0], lambda value: value + 1, lambda value: value.hidden):
+                with pytest.raises(StateError, match=rf"'{attribute}' anew in each call.*let forward return it"):
+                    use(getattr(owner, key))
+        assert attribute in repr(pickle.loads(pickle.dumps(copy.deepcopy(getattr(owner, key)))))
+        assert model(x).shape == (4, 8)
+        assert type(getattr(owner, key)).__name__ != "NotKept"
+
+
+def _counts_in_dict(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.steps = m.__dict__.get("steps", 0) + 1
+    return m.second(m.first(x)) / m.steps
+
+
+def _counts_if_there(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(m, "steps"):
+        m.steps = 0
+    m.steps += 1
+    return m.second(m.first(x)) / m.steps
+
+
+def _counts_from_the_class(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.count = m.count + 1
+    return m.second(m.first(x)) / m.count
+
+
+def _counts_unseen(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.steps = object.__getattribute__(m, "steps") + 1
+    return m.second(m.first(x)) / m.steps
+
+
+def _alias(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.current = m.history
+    m.current.append(1)
+    return m.second(m.first(x)) * len(m.history)
+
+
+def _read_by_a_hook() -> nn.Module:
+    model = Model(_kan, acts=None, scales=None)
+    model.second.register_forward_hook(lambda module, args, output: output * len(model.acts))
+    return model
+
+
+COUNTS = {
+    "in the dict": lambda: Model(_counts_in_dict),
+    "if there is none": lambda: Model(_counts_if_there),
+    "a class attribute": lambda: Model(_counts_from_the_class),
+    "unseen": lambda: Model(_counts_unseen, steps=0),
+    "under another name": lambda: Model(_alias, history=[], current=None),
+    "read by a hook": _read_by_a_hook,
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_the_next_call_or_a_node_reads_is_refused(name: str) -> None:
+    model = COUNTS[name]()
+    with pytest.raises(FxpipeError, match="changes the attribute|anew in each call"):
+        fxpipe.trace(model, (torch.randn(4, 8),))
