@@ -22,7 +22,7 @@ LIBRARY = (
 NAMES = (*(entry.name for entry in OWN), *LIBRARY)
 REFUSED = {  # limits of today, each an error that says why
     ("detr_labels", "fxpipe"),  # the part of all samples draws random numbers
-    *((name, way) for name in ("gradient_penalty", "spiking") for way in ("fxpipe", HANDED_OVER)),
+    *(("gradient_penalty", way) for way in ("fxpipe", HANDED_OVER)),
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
