@@ -537,7 +537,7 @@ def bind_program(prepared: PreparedGraph, settings: Settings) -> BoundProgram:
         traced.state,
         traced.constants,
         left_attribute_dims=traced.left_attribute_dims,
-        set_anew=traced.set_anew,
+        overwritten=traced.overwritten,
         told=traced.told,
         combinations=tuple(one.on(devices[-1]) for one in traced.combinations),
         known_pieces=InputValues.of_pieces(traced, devices[-1]) if traced.combinations else None,

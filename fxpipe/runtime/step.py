@@ -126,7 +126,7 @@ class Step(ActionPerformer):
         if len(self.open_programs) > 1:
             check_programs_fit(inputs.programs, [one.tensors for one in self.open_programs])
         for one in self.open_programs:
-            for name in one.bound.set_anew:
+            for name in one.bound.overwritten:
                 one.tensors.set(name, NotKept(name))
         by_id = {id(one.bound): one for one in self.open_programs}
         self._programs = [by_id[id(bound)] for bound in inputs.bounds]

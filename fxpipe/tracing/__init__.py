@@ -243,7 +243,7 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
             lazy_state.restore()
     if isinstance(error, MakesState):
         with contextlib.suppress(MakesState):
-            return find_graph(replace(request, sets_anew=True))
+            return find_graph(replace(request, may_overwrite=True))
     raise error
 
 

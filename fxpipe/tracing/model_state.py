@@ -345,8 +345,8 @@ class Snapshot:
             with torch.no_grad():
                 kept.tensor.copy_(kept.value)
 
-    def refuse_changes(self, set_anew: Collection[str] = ()) -> None:
-        """Raises `CannotRecord` for changes that a graph does not make. `set_anew`: attributes that may change."""
+    def refuse_changes(self, overwritten: Collection[str] = ()) -> None:
+        """Raises `CannotRecord` for changes that a graph does not make. `overwritten`: attributes that may change."""
         if self.written_parameters:
             raise CannotRecord(
                 f"forward writes to the parameter {self.written_parameters[0]!r}; keep what forward changes in a "
@@ -368,7 +368,7 @@ class Snapshot:
                 "forward changes the default dtype; do so outside forward, or pass dtype= to the functions",
                 is_final=True,
             )
-        if written := [name for name in self.written_attributes if name not in set_anew]:
+        if written := [name for name in self.written_attributes if name not in overwritten]:
             raise MakesState(
                 f"forward changes the attribute {written[0]!r}, which is no tensor: a graph cannot "
                 "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward",
@@ -377,7 +377,7 @@ class Snapshot:
 
 
 class NotKept:
-    """Stands, after a step, in an attribute that forward sets anew in each call. Any use of it is an error."""
+    """The value, after a step, of an attribute that each forward overwrites. Any use of it is an error."""
 
     __slots__ = ("_name",)
 
@@ -392,12 +392,12 @@ class NotKept:
 
     def _refuse(self, *_: Any) -> Any:
         raise StateError(
-            f"forward makes {self._name!r} anew in each call, and a pipe does not keep it: let forward return it, or "
-            "call the plain model"
+            f"forward sets {self._name!r} in each call, and a pipe does not keep it: let forward return it, or call "
+            "the plain model"
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python asks of any object
+        if name.startswith("__"):  # a protocol of Python
             raise AttributeError(name)
         self._refuse()
 

@@ -87,7 +87,7 @@ def _graph_of_all_samples(request: TraceRequest) -> Traced:
     """Returns the graph of the user's function, or a recording, adding options after each failure."""
     if not isinstance(request.tracer, str):
         return _import(request)
-    options = RecordingOptions(dict(request.leaf_modules), sets_anew=request.sets_anew)
+    options = RecordingOptions(dict(request.leaf_modules), may_overwrite=request.may_overwrite)
     first: TraceError | None = None
     while True:
         try:

@@ -36,7 +36,7 @@ class TraceRequest:
     dynamic: DynamicDims  # dimensions besides the batch whose size may vary
     is_whole: bool = False  # is the mini-batch the only micro-batch? Then nothing is split or combined.
     is_for_one_size: bool = False  # may the graph hold for the example's number of samples only?
-    sets_anew: bool = False  # see `RecordingOptions`
+    may_overwrite: bool = False  # see `RecordingOptions`
 
     def on_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceRequest:
         return replace(self, args=args, kwargs=kwargs, leaves=input_leaves(self.model, args, kwargs)[2], chunks=1)

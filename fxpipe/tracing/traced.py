@@ -104,7 +104,7 @@ class RecordingOptions:
     hashes_sizes: bool = False  # sizes can be keys of a dict
     records_hooks: bool = False  # hooks that are methods of modules are recorded like lines of forward
     draws_for_python: bool = False  # torch draws the numbers that forward draws with Python or numpy
-    sets_anew: bool = False  # forward may set attributes before it reads them, to what each call makes anew
+    may_overwrite: bool = False  # forward may overwrite attributes that it has not read
 
 
 PLAIN_RECORDING = RecordingOptions()
@@ -178,7 +178,7 @@ class Traced:
     uneven_outputs: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes are not proportional to the batch
     marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order
     tied: frozenset[str] = frozenset()  # attributes that forward sets to tensors that require grad
-    set_anew: tuple[str, ...] = ()  # attributes that forward sets before it reads them, and that a step does not keep
+    overwritten: tuple[str, ...] = ()  # attributes that forward sets before it reads them; a step does not keep them
     left_attribute_dims: Mapping[str, int | str] = field(default_factory=dict)  # combination of each value in `left`
     print_lines: tuple[str, ...] = ()  # source lines of prints in forward, which steps do not run
     ended_modules: tuple[str, ...] = ()  # paths of modules, in the order in which they returned

@@ -209,8 +209,8 @@ def _record_once(
         own_generators.refuse_drawn()
         if recorder.refusal is not None:  # forward caught it
             raise recorder.refusal
-        set_anew = _attributes_set_anew(snapshot, recorder) if recorder.options.sets_anew else ()
-        snapshot.refuse_changes(set_anew)
+        overwritten = _overwritten_attributes(snapshot, recorder) if recorder.options.may_overwrite else ()
+        snapshot.refuse_changes(overwritten)
         _refuse_refilled(snapshot, recorder)
         if paths := recorder.random.python_modules:
             raise python_rng_error(frozenset() if "" in paths else frozenset(paths))
@@ -250,7 +250,7 @@ def _record_once(
         tied=frozenset(tied & assigned.keys()),
         has_keys_of_sizes=recorder.sizes.are_keys,
         ended_modules=tuple(recorder.ended_modules),
-        set_anew=set_anew,
+        overwritten=overwritten,
     )
     erase_unused_nodes(traced, keeping=("size", operator.getitem))  # sizes may still turn out to be data-dependent
     return replace(traced, signature=signature_of(traced.graph)), recorder.unknown_tensors
@@ -285,7 +285,7 @@ def _depends_on_inputs(node: fx.Node) -> bool:
     return any(source.op == "placeholder" for source in seen)
 
 
-def _attributes_set_anew(snapshot: Snapshot, recorder: Recorder) -> tuple[str, ...]:
+def _overwritten_attributes(snapshot: Snapshot, recorder: Recorder) -> tuple[str, ...]:
     """Returns the attributes that forward has changed, and that it sets in each call before it reads them."""
     modules = dict(recorder.model.named_modules())
     names = []

@@ -202,7 +202,7 @@ def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int) -> li
 def restoring(traced: Traced) -> Iterator[Snapshot]:
     """A block that runs the model or its graph with the user's seed; the model and all random states are restored."""
     with preserve_state(traced.model) as snapshot, without_gradients(traced.model), preserve_objects(traced.in_spec):
-        for name in traced.set_anew:  # whatever reads one before it is set raises
+        for name in traced.overwritten:  # whatever reads one before it is set raises
             path, _, key = name.rpartition(".")
             traced.model.get_submodule(path).__dict__[key] = NotKept(name)
         torch.manual_seed(torch.initial_seed() % 2**31)

@@ -245,7 +245,7 @@ def _calls_of_model(
                 raise
             except Exception:
                 again = None  # the model raises again when it is called with them
-    snapshot.refuse_changes(traced.set_anew)
+    snapshot.refuse_changes(traced.overwritten)
     return calls, again
 
 
