@@ -216,7 +216,7 @@ class RankEngine(Engine):
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
         while True:
-            losses = self.losses_of(inputs, part, call, is_verified) if is_last else None
+            losses = self.with_names(self.losses_of(inputs, part, call, is_verified)) if is_last else None
             step = self._run_row(
                 inputs, schedule, mailbox, part.seed, gradients.open_sum(),
                 losses=losses,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -157,6 +158,12 @@ class ModelTensors:
             place = self.places[name] = self._place(name)
         return place
 
+    def has(self, name: str) -> bool:
+        with contextlib.suppress(AttributeError):
+            self._slot(name)
+            return True
+        return False
+
     def get(self, name: str) -> torch.Tensor:
         store, key = self._slot(name)
         tensor: torch.Tensor = store[key]
@@ -169,3 +176,19 @@ class ModelTensors:
             path, _, key = name.rpartition(".")
             store = self._module(path).__dict__
         store[key] = value
+
+    def hiding(self, names: Collection[str], function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function during which any use of these tensors of the model is an error."""
+
+        def call(*args: Any) -> Any:
+            places = [(*self._slot(name), name) for name in names]
+            before = [store[key] for store, key, _ in places]
+            try:
+                for store, key, name in places:
+                    store[key] = NotKept(name, "loss_fn would read its value of before the step")
+                return function(*args)
+            finally:
+                for (store, key, _), value in zip(places, before, strict=True):
+                    store[key] = value
+
+        return call

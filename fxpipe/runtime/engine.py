@@ -337,7 +337,7 @@ class Engine:
                 given_inputs,
                 schedule,
                 seed,
-                losses=losses_of(given_inputs, call, is_verified),
+                losses=self.with_names(losses_of(given_inputs, call, is_verified)),
                 keep_outputs=is_verified or call.return_outputs,
                 look_at_elements=history is not None and history.look_at_elements and m > 1,
             )
@@ -382,6 +382,11 @@ class Engine:
         leaves = given_inputs.leaves if given_inputs.is_handed_over else [given_inputs.leaves]
         for bound, of_one, values in zip(given_inputs.bounds, leaves, results, strict=False):
             write_back_results(ModelTensors(self.model, bound.constants), of_one, bound.program, values)
+
+    def with_names(self, losses: MicroBatchLosses) -> MicroBatchLosses:
+        """Adds the names that the function reads, to find those of what forward changes."""
+        losses.reads = self.loss_histories.names_read(losses.function)
+        return losses
 
     def history_of(self, given_inputs: GivenInputs, call: LossCall) -> LossHistory:
         sizes = given_inputs.batch, len(given_inputs.samples)

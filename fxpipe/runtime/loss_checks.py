@@ -396,6 +396,11 @@ class LossHistories:
             known[facts] = LossHistory(all(device.type == "cpu" for device in bound.devices))
         return known[facts]
 
+    def names_read(self, loss_fn: Any) -> frozenset[str]:
+        """Returns the names of attributes in the code of a loss function and of what it may call."""
+        self._facts_of(loss_fn)
+        return self._functions[getattr(loss_fn, "__code__", type(loss_fn))][1].names_read
+
     def _facts_of(self, loss_fn: Any) -> tuple[frozenset[Any], tuple[Any, ...]]:
         """Returns the values that a loss function depends on, without and with numbers and tensors."""
         code = getattr(loss_fn, "__code__", type(loss_fn))

@@ -84,6 +84,7 @@ class MicroBatchLosses:
     # There is one loss, of the outputs of all micro-batches together: shares and targets have one element.
     takes_all: bool = False
     portion: float = 1.0  # share of this mini-batch in a larger one, for its gradients
+    reads: frozenset[str] = frozenset()  # names of attributes in the code of the function and of what it may call
     # Copies tensors from the device of one replica of the last stage to another; sums are on the device of the first.
     bring: Callable[[Any, torch.device | None], Any] = lambda value, device: value
 

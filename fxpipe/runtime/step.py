@@ -128,6 +128,11 @@ class Step(ActionPerformer):
         for one in self.open_programs:
             for name in one.bound.overwritten:
                 one.tensors.set(name, NotKept(name))
+        if losses is not None and losses.reads:
+            tensors, programs = self.open_programs[0].tensors, [one.bound.program for one in self.open_programs]
+            changed = dict.fromkeys(name for program in programs for name in (*program.changes, *program.left))
+            read = [n for n in changed if n.rpartition(".")[2] in losses.reads and tensors.has(n)]
+            losses.function = tensors.hiding(read, losses.function) if read else losses.function
         by_id = {id(one.bound): one for one in self.open_programs}
         self._programs = [by_id[id(bound)] for bound in inputs.bounds]
         self._stages = self._open_stages()

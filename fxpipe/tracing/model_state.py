@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import base_of, version_of
 from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.fake_tensor_mode import FakeTensor
@@ -377,29 +378,39 @@ class Snapshot:
 
 
 class NotKept:
-    """The value, after a step, of an attribute that each forward overwrites. Any use of it is an error."""
+    """Takes the place of an attribute whose value does not belong to the call. Any use of it is an error.
 
-    __slots__ = ("_name",)
+    Args:
+        name: of the attribute.
+        why: why it cannot be used.
+    """
 
-    def __init__(self, name: str):
-        self._name = name
+    __slots__ = ("_name", "_why")
+
+    def __init__(self, name: str, why: str = "a pipe does not keep it") -> None:
+        self._name, self._why = name, why
 
     def __repr__(self) -> str:
-        return f"<{self._name}, which a pipe does not keep>"
+        return f"<{self._name}: {self._why}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NotKept, (self._name,)
+        return NotKept, (self._name, self._why)
 
     def _refuse(self, *_: Any) -> Any:
         raise StateError(
-            f"forward sets {self._name!r} in each call, and a pipe does not keep it: let forward return it, or call "
-            "the plain model"
+            f"forward sets {self._name!r} in each call, and {self._why}: let forward return it, or call the plain model"
         )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a protocol of Python
             raise AttributeError(name)
         self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, NotKept):
+                value._refuse()
 
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __eq__ = _refuse
     __int__ = __float__ = __index__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse

@@ -98,6 +98,11 @@ class PythonState:
         pairs = zip(longer.names_of_facts, self.facts, walk.facts, strict=False)
         return next((name for name, before, now in pairs if before != now), longer.names_of_facts[-1])
 
+    @property
+    def names_read(self) -> frozenset[str]:
+        """The names of attributes in the code that is covered."""
+        return self._walk.names
+
     def facts_of(self, name: str) -> tuple[Any, ...]:
         pairs = zip(self._walk.names_of_facts, self.facts, strict=True)
         return tuple(fact for one, fact in pairs if one == name)

@@ -143,3 +143,45 @@ def test_what_the_next_call_or_a_node_reads_is_refused(name: str) -> None:
     model = COUNTS[name]()
     with pytest.raises(FxpipeError, match=r"changes the attribute|sets .* in each call"):
         fxpipe.trace(model, (torch.randn(4, 8),))
+
+
+# -- a loss function that reads what forward changes -------------------------------------------------------------------
+
+
+class Changes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.scale = nn.Linear(8, 8), nn.BatchNorm1d(8), torch.ones(8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.layer(x))
+        self.scale = h.detach().abs()
+        self.mean.lerp_(h.detach().mean(0), 0.5)
+        return h
+
+
+LOSSES = {
+    "an attribute": lambda model: lambda y: (y * model[1].scale.mean()).mean(),
+    "a buffer": lambda model: lambda y: (y - model[1].mean).square().mean(),
+    "a number of it": lambda model: lambda y: y.mean() * float(model[1].mean[0]),
+    "statistics": lambda model: lambda y: (y - model[1].norm.running_mean).square().mean(),
+}
+
+
+@pytest.mark.parametrize("way", ["forward_backward", "micro_batches"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_does_not_read_values_of_before_the_step(name: str, way: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Changes(), nn.Linear(8, 8))
+    x, loss_fn = torch.randn(4, 8), LOSSES[name](model)
+    batch = ((x,), {}) if way == "forward_backward" else ((), {"micro_batches": [x[:2], x[2:]]})
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        pipe.forward_backward(
+            *batch[0], **batch[1], loss_fn=lambda y: y.mean() + sum(p.square().sum() for p in model.parameters())
+        )
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(StateError, match="in each call, and loss_fn would read its value of before the step"):
+            pipe.forward_backward(*batch[0], **batch[1], loss_fn=loss_fn)
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, before[key])
+        loss_fn(pipe(x)).backward()  # behind the step, the values are the mini-batch's
