@@ -1339,6 +1339,36 @@ TRACING = (
         "behaviour/test_continuation.py::test_a_forward_that_looks_between_its_blocks_is_cut_between_them",
     ),
     Mutant(
+        "tracing/record/patches.py",
+        "is_in_node=recorder.paused > 0",
+        "is_in_node=False",
+        "behaviour/test_overwritten_attributes.py::test_what_the_next_call_or_a_node_reads_is_refused",
+    ),
+    Mutant(
+        "tracing/record/record_model.py",
+        "names += [] if recorder.python_reads.is_read_first(module.__dict__, key) else [name]",
+        "names += [name]",
+        "behaviour/test_overwritten_attributes.py::test_what_the_next_call_or_a_node_reads_is_refused",
+    ),
+    Mutant(
+        "tracing/verify/equivalence.py",
+        "for name in traced.overwritten:",
+        "for name in ():",
+        "behaviour/test_overwritten_attributes.py::test_what_the_next_call_or_a_node_reads_is_refused",
+    ),
+    Mutant(
+        "runtime/step.py",
+        'if n.rpartition(".")[2] in losses.reads and tensors.has(n)',
+        "if not losses.reads",
+        "behaviour/test_overwritten_attributes.py::test_a_loss_does_not_read_values_of_before_the_step",
+    ),
+    Mutant(
+        "runtime/bound_program.py",
+        "zip(places, before, strict=True)",
+        "zip(places, before[1:])",
+        "behaviour/test_overwritten_attributes.py::test_a_loss_does_not_read_values_of_before_the_step",
+    ),
+    Mutant(
         "tracing/record/lazy_state.py",
         "        and _calls_agree(first_of_others, later_of_others)\n",
         "",
