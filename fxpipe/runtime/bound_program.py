@@ -16,8 +16,8 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.rewriting.program import PIPE_INPUT, ConstantOutput, Program, ReceivedValue, Stage
 from fxpipe.runtime.wiring import Wiring
 from fxpipe.scheduling.replicas import replica_of
-from fxpipe.tracing.model_state import NotKept
 from fxpipe.utils.output_combination import OutputCombination
+from fxpipe.utils.python_objects import NotKept
 
 
 class StageReplica(NamedTuple):

@@ -37,7 +37,7 @@ from fxpipe.runtime.transport import Transport, on_all_streams
 from fxpipe.runtime.wiring import Fences, fences_of
 from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.scheduling.replicas import replica_of
-from fxpipe.tracing.model_state import NotKept
+from fxpipe.utils.python_objects import NotKept
 from fxpipe.utils.random_generators import mix_seed
 
 # -- Notes that say where in the pipeline an exception was raised ----------------------------------------------------

@@ -19,13 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import base_of, version_of
 from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
 from fxpipe._torch.tensor_data import replace_data
-from fxpipe.errors import StateError
 from fxpipe.tracing.parameter_offload import can_be_offloaded, offload_parameters
 from fxpipe.tracing.record.host_arguments import HostArgumentConversion
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
@@ -375,46 +373,6 @@ class Snapshot:
                 "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward",
                 is_final=True,
             )
-
-
-class NotKept:
-    """Takes the place of an attribute whose value does not belong to the call. Any use of it is an error.
-
-    Args:
-        name: of the attribute.
-        why: why it cannot be used.
-    """
-
-    __slots__ = ("_name", "_why")
-
-    def __init__(self, name: str, why: str = "a pipe does not keep it") -> None:
-        self._name, self._why = name, why
-
-    def __repr__(self) -> str:
-        return f"<{self._name}: {self._why}>"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NotKept, (self._name, self._why)
-
-    def _refuse(self, *_: Any) -> Any:
-        raise StateError(
-            f"forward sets {self._name!r} in each call, and {self._why}: let forward return it, or call the plain model"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a protocol of Python
-            raise AttributeError(name)
-        self._refuse()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, NotKept):
-                value._refuse()
-
-    __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __eq__ = _refuse
-    __int__ = __float__ = __index__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe.errors import StateError
 
 _BASES = (object, SimpleNamespace, dict, OrderedDict, defaultdict, list, tuple)  # with which `put_together` works
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -195,3 +196,43 @@ def _data_contents(value: Any) -> Iterator[Any]:
     elif isinstance(value, (tuple, list, set, frozenset, deque)):
         yield from value
     yield from _attributes(value).values()
+
+
+class NotKept:
+    """Takes the place of an attribute whose value does not belong to the call. Any use of it is an error.
+
+    Args:
+        name: of the attribute.
+        why: why it cannot be used.
+    """
+
+    __slots__ = ("_name", "_why")
+
+    def __init__(self, name: str, why: str = "a pipe does not keep it") -> None:
+        self._name, self._why = name, why
+
+    def __repr__(self) -> str:
+        return f"<{self._name}: {self._why}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotKept, (self._name, self._why)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise StateError(
+            f"forward sets {self._name!r} in each call, and {self._why}: let forward return it, or call the plain model"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol of Python
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, NotKept):
+                value._refuse()
+
+    __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __eq__ = _refuse
+    __int__ = __float__ = __index__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
+    __hash__ = None  # type: ignore[assignment]

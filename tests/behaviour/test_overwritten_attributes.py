@@ -169,8 +169,9 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("way", ["forward_backward", "micro_batches"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "way"), [*((name, "forward_backward") for name in LOSSES), ("a buffer", "micro_batches")]
+)
 def test_a_loss_does_not_read_values_of_before_the_step(name: str, way: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Changes(), nn.Linear(8, 8))
     x, loss_fn = torch.randn(4, 8), LOSSES[name](model)

@@ -88,7 +88,8 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         return result
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-        if threading.get_ident() == here and not isinstance(value, (nn.Module, nn.Parameter)):
+        is_plain = name not in MODULE_DICT_KEYS and not isinstance(value, (nn.Module, nn.Parameter))
+        if is_plain and threading.get_ident() == here:
             recorder.python_reads.is_read_first(module.__dict__, name, is_read=False)
         module_setattr(module, name, value)
 

@@ -70,7 +70,7 @@ class PythonReads:
     def follow(self, is_elsewhere: Callable[[], bool]) -> Iterator[None]:
         """A block that observes what this thread runs and reads, except if it `is_elsewhere`.
 
-        Excludes code that the garbage collector calls (`gc.callbacks`, `__del__`).
+        Excludes code that the garbage collector calls (`gc.callbacks`, finalizers).
         """
         thread, collects = threading.get_ident(), False
 

@@ -25,7 +25,6 @@ from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream, python_draws
 from fxpipe.tracing.guards import expectations_of
 from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
 from fxpipe.tracing.model_state import (
-    NotKept,
     Snapshot,
     container_tensors,
     is_fixed,
@@ -41,6 +40,7 @@ from fxpipe.tracing.tensors import detached, slice_samples, storage_of
 from fxpipe.tracing.traced import Traced, as_given, runs_python
 from fxpipe.tracing.verify.effects import Effects, GraphRun, ObservedEffects, RunResult, effects_of, observe_run
 from fxpipe.utils.batch_split import micro_batch_sizes
+from fxpipe.utils.python_objects import NotKept
 from fxpipe.utils.pytree import StructureError, leaves_by_structure, preserve_objects
 
 # elements compared at the same time: allocating larger temporaries takes longer than filling them

@@ -536,8 +536,8 @@ class _SideBySide:
         """Returns whether a node makes the same of any indices of samples: `vmap` of a mask that is equal for all."""
         value = self.values[indices][0]
         with contextlib.suppress(Exception):  # numbers that are used as indices
-            made = [self._made_of(node, {indices: other}) for other in (value, value + 1, -value, value * 2**20 + 3)]
-            return value.dtype == torch.int64 and all(all(map(torch.equal, made[0], one)) for one in made)
+            results = [self._made_of(node, {indices: other}) for other in (value, value + 1, -value, value * 2**20 + 3)]
+            return value.dtype == torch.int64 and all(all(map(torch.equal, results[0], one)) for one in results)
         return False
 
     def _is_opened(self, node: fx.Node, sources: list[fx.Node], met: list[fx.Node]) -> bool:
