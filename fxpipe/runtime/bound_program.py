@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -178,17 +179,22 @@ class ModelTensors:
         store[key] = value
 
     def hiding(self, names: Collection[str], function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function during which any use of these tensors of the model is an error."""
+        """Returns a function during which any use of these tensors of the model is an error.
+
+        One call at a time: replicas of the last stage call it in threads of their own.
+        """
+        lock = threading.Lock()
 
         def call(*args: Any) -> Any:
-            places = [(*self._slot(name), name) for name in names]
-            before = [store[key] for store, key, _ in places]
-            try:
-                for store, key, name in places:
-                    store[key] = NotKept(name, "loss_fn would read its value of before the step")
-                return function(*args)
-            finally:
-                for (store, key, _), value in zip(places, before, strict=True):
-                    store[key] = value
+            with lock:
+                places = [(*self._slot(name), name) for name in names]
+                before = [store[key] for store, key, _ in places]
+                try:
+                    for store, key, name in places:
+                        store[key] = NotKept(name, "loss_fn would read its value of before the step")
+                    return function(*args)
+                finally:
+                    for (store, key, _), value in zip(places, before, strict=True):
+                        store[key] = value
 
         return call

@@ -384,7 +384,7 @@ class Engine:
             write_back_results(ModelTensors(self.model, bound.constants), of_one, bound.program, values)
 
     def with_names(self, losses: MicroBatchLosses) -> MicroBatchLosses:
-        """Adds the names that the function reads, to find those of what forward changes."""
+        """Adds the names in the code of the loss function: a step hides what forward changes under such a name."""
         losses.reads = self.loss_histories.names_read(losses.function)
         return losses
 

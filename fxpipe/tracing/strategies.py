@@ -61,8 +61,8 @@ def find_graph(request: TraceRequest) -> Traced:
             raise
         leaves = input_leaves(request.model, request.args, request.kwargs)[0]
         others = [*other_in_dims(leaves)] if request.in_dims is None else []
-        same = [request.in_dims or 0] if request.in_dims is not None or isinstance(error, TraceError) else []
-        tries = [(in_dims, True) for in_dims in (*others, *same) if request.chunks > 1]
+        as_asked = [request.in_dims or 0] if request.in_dims is not None or isinstance(error, TraceError) else []
+        tries = [(in_dims, True) for in_dims in (*others, *as_asked) if request.chunks > 1]
         for in_dims, is_for_one in (*tries, *((in_dims, False) for in_dims in others)):
             try:
                 return _graph_of_parts(replace(request, in_dims=in_dims, is_for_one_size=is_for_one))
