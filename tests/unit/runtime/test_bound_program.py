@@ -1,6 +1,8 @@
 """The tensors of the model in a step: found by name, anew in each step, each module once."""
 
 import copy
+import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,6 +13,7 @@ from helpers.oracle import assert_same_gradients
 from torch import nn
 
 import fxpipe
+from fxpipe.runtime.bound_program import ModelTensors
 
 
 class Counting(nn.Module):
@@ -62,3 +65,24 @@ def test_what_was_replaced_between_steps_is_followed(replaced: str) -> None:
         F.mse_loss(plain(x), torch.zeros_like(x)).backward()
         assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
         assert pipe.model.body[2].weight.grad is not None
+
+
+def test_losses_in_two_threads_put_back_what_they_hide() -> None:
+    model = nn.BatchNorm1d(2)
+    mean = model.running_mean
+    seen, order = [], [threading.Event(), threading.Event()]
+
+    def loss_fn(k: int) -> None:
+        seen.append(type(model._buffers["running_mean"]).__name__)
+        order[k].set()
+        order[1 - k].wait(0.2)  # for the other loss, which would be in here too
+        time.sleep(0.05 * k)
+
+    hiding = ModelTensors(model, {}).hiding(["running_mean"], loss_fn)
+    threads = [threading.Thread(target=hiding, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert model.running_mean is mean
+    assert seen == ["NotKept", "NotKept"]
