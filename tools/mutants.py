@@ -1363,6 +1363,18 @@ TRACING = (
         "behaviour/test_overwritten_attributes.py::test_a_loss_does_not_read_values_of_before_the_step",
     ),
     Mutant(
+        "runtime/stream.py",
+        "self.engine.with_names(losses_of(given_inputs, self.loss, is_verified))",
+        "losses_of(given_inputs, self.loss, is_verified)",
+        "behaviour/test_overwritten_attributes.py::test_a_loss_of_a_stream_reads_no_older_values",
+    ),
+    Mutant(
+        "runtime/bound_program.py",
+        "tensor.__wrapped__ if tensor.__class__ is NotKept else tensor",
+        "tensor",
+        "unit/runtime/test_bound_program.py::test_losses_in_two_threads_put_back_what_they_hide",
+    ),
+    Mutant(
         "runtime/bound_program.py",
         "zip(places, before, strict=True)",
         "zip(places, before[1:])",

@@ -216,7 +216,7 @@ class RankEngine(Engine):
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
         while True:
-            losses = self.with_names(self.losses_of(inputs, part, call, is_verified)) if is_last else None
+            losses = self.losses_of(inputs, part, call, is_verified) if is_last else None
             step = self._run_row(
                 inputs, schedule, mailbox, part.seed, gradients.open_sum(),
                 losses=losses,
@@ -317,7 +317,7 @@ class RankEngine(Engine):
     def losses_of(self, inputs: RankInputs, part: ReplicaPart, call: LossCall, is_verified: bool) -> MicroBatchLosses:
         """Returns the losses of this replica's micro-batches, on the rank of the last stage."""
         known = map_tensor_leaves(lambda t: t.to(self.group.device), dict(part.known or {}))
-        losses = losses_of(inputs, call, is_verified, known)
+        losses = self.with_names(losses_of(inputs, call, is_verified, known))
         losses.portion, losses.unit = part.portion, self.replicas.unit(part)
         return losses
 

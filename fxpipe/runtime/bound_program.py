@@ -124,6 +124,9 @@ def different_programs(bounds: Sequence[BoundProgram]) -> list[BoundProgram]:
     return list({id(bound): bound for bound in bounds}.values())
 
 
+_hiding = threading.RLock()
+
+
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
     """The model's tensors by name, looked up again in each step, since parameters may be replaced."""
@@ -167,8 +170,8 @@ class ModelTensors:
 
     def get(self, name: str) -> torch.Tensor:
         store, key = self._slot(name)
-        tensor: torch.Tensor = store[key]
-        return tensor
+        tensor: Any = store[key]
+        return tensor.__wrapped__ if tensor.__class__ is NotKept else tensor  # type: ignore[no-any-return]
 
     def set(self, name: str, value: torch.Tensor | NotKept) -> None:
         try:
@@ -176,22 +179,22 @@ class ModelTensors:
         except AttributeError:  # other code has deleted the attribute
             path, _, key = name.rpartition(".")
             store = self._module(path).__dict__
-        store[key] = value
+        with _hiding:
+            store[key] = value
 
     def hiding(self, names: Collection[str], function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function during which any use of these tensors of the model is an error.
+        """Returns a function during which any use of these tensors of the model, other than `get`, is an error.
 
-        One call at a time: replicas of the last stage call it in threads of their own.
+        One call at a time: replicas of the last stage, and steps of a stream, call it in threads of their own.
         """
-        lock = threading.Lock()
 
         def call(*args: Any) -> Any:
-            with lock:
+            with _hiding:
                 places = [(*self._slot(name), name) for name in names]
                 before = [store[key] for store, key, _ in places]
                 try:
                     for store, key, name in places:
-                        store[key] = NotKept(name, "loss_fn would read its value of before the step")
+                        store[key] = NotKept(name, "loss_fn would read its value of before the step", store[key])
                     return function(*args)
                 finally:
                     for (store, key, _), value in zip(places, before, strict=True):

@@ -476,7 +476,7 @@ class Stream:
     def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> StreamStep:
         looks = history.look_at_elements and len(given_inputs.samples) > 1
         inputs, seed = self.engine.own_inputs(given_inputs), self.seed_of(self._order.admitted)
-        losses = losses_of(given_inputs, self.loss, is_verified)
+        losses = self.engine.with_names(losses_of(given_inputs, self.loss, is_verified))
         return StreamStep(inputs, self.engine.model, seed, losses=losses, look_at_elements=looks, **more)
 
     def _stages_in_order(self, bound: BoundProgram) -> frozenset[int]:

@@ -204,12 +204,13 @@ class NotKept:
     Args:
         name: of the attribute.
         why: why it cannot be used.
+        value: for the runtime, as `__wrapped__`.
     """
 
-    __slots__ = ("_name", "_why")
+    __slots__ = ("__wrapped__", "_name", "_why")
 
-    def __init__(self, name: str, why: str = "a pipe does not keep it") -> None:
-        self._name, self._why = name, why
+    def __init__(self, name: str, why: str = "a pipe does not keep it", value: Any = None) -> None:
+        self._name, self._why, self.__wrapped__ = name, why, value
 
     def __repr__(self) -> str:
         return f"<{self._name}: {self._why}>"

@@ -149,15 +149,19 @@ def test_what_the_next_call_or_a_node_reads_is_refused(name: str) -> None:
 
 
 class Changes(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, has_attribute: bool = True) -> None:
         super().__init__()
+        self.has_attribute = has_attribute
         self.layer, self.norm, self.scale = nn.Linear(8, 8), nn.BatchNorm1d(8), torch.ones(8)
         self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(self.layer(x))
-        self.scale = h.detach().abs()
-        self.mean.lerp_(h.detach().mean(0), 0.5)
+        if self.has_attribute:
+            self.scale = h.detach().abs()
+            self.mean.lerp_(h.detach().mean(0), 0.5)
+        else:
+            self.mean = self.mean.lerp(h.detach().mean(0), 0.5)
         return h
 
 
@@ -186,3 +190,30 @@ def test_a_loss_does_not_read_values_of_before_the_step(name: str, way: str) -> 
         for key, value in model.state_dict().items():
             assert torch.equal(value, before[key])
         loss_fn(pipe(x)).backward()  # behind the step, the values are the mini-batch's
+
+
+def _stream(loss_fn: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Changes(False), nn.Linear(8, 8), Changes(False), nn.Linear(8, 8))
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(6)]
+    with fxpipe.pipeline(model, ["cpu", "cpu"], schedule="pipedream", balance=["2"], example_args=data[0][:1]) as pipe:
+        optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        losses = [*pipe.train_stream(data, loss_fn=loss_fn(model), optimizer=optimizer)]
+    return [loss.item() for loss in losses], model.state_dict()
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "an attribute"])
+def test_a_loss_of_a_stream_reads_no_older_values(name: str) -> None:
+    with pytest.raises(StateError, match="in each call, and loss_fn would read its value of before the step"):
+        _stream(lambda model: lambda y, _: LOSSES[name](model)(y))
+
+
+def test_other_mini_batches_change_what_a_loss_of_a_stream_hides() -> None:
+    class Names:
+        mean = running_mean = 1.0
+
+    losses, state = _stream(lambda _: lambda y, target: (y - target).square().mean() * Names.mean * Names.running_mean)
+    wanted, wanted_state = _stream(lambda _: lambda y, target: (y - target).square().mean() * 1.0)
+    assert losses == wanted
+    for name, value in wanted_state.items():
+        assert torch.equal(state[name], value), name
