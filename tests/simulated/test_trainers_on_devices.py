@@ -45,8 +45,8 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 3))
 
 
-def piped(model: nn.Module, devices: list[str] | None = None) -> Any:
-    return fxpipe.pipeline(model, devices or DEVICES, chunks=4, progress=False, profile_budget=0.01)
+def piped(model: nn.Module, devices: list[str] | None = None, **options: Any) -> Any:
+    return fxpipe.pipeline(model, devices or DEVICES, chunks=4, progress=False, profile_budget=0.01, **options)
 
 
 def loader(samples: int = 40, batch: int = 12) -> Any:
@@ -133,7 +133,7 @@ def test_the_trainer_of_transformers(accumulated: bool, of_accelerate: pytest.Mo
     devices = DEVICES[::-1] if accumulated else DEVICES  # PipelineTrainer brings the loss to the trainer's device
     options = {"label_smoothing_factor": 0.1 if accumulated else 0.0}  # a loss outside the model
     torch.manual_seed(1)
-    pipe = piped(gpt2(), devices)
+    pipe = piped(gpt2(), devices, balance=["transformer.h.1"])  # both stages have parameters
     ours = trainer_of(kind, pipe, tmp_path / "ours", **options)
     ours.train()
     assert places(pipe) == {"sim:0", "sim:1"}
