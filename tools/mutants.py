@@ -1959,13 +1959,13 @@ DISTRIBUTED = (
     ),
     Mutant(
         "distributed/rank_gradients.py",
-        "earlier = {key: leaf.grad / count for",
+        "earlier = {key: leaf.grad / replicas.count for",
         "earlier = {key: leaf.grad for",
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(
         "distributed/rank_gradients.py",
-        "                _write_gradients(self._earlier)\n",
+        "            _write_gradients(self._earlier)\n",
         "",
         "behaviour/test_over_ranks_data_parallel.py",
     ),
@@ -2034,8 +2034,8 @@ DISTRIBUTED = (
             ),
             (
                 "held_tensors",
-                "        part = others.get((name, j)) if part is None else part\n",
-                "",
+                "            if value is not None:\n                step.totals",
+                "            if False:\n                step.totals",
                 ".py",
             ),
             (
@@ -2106,8 +2106,8 @@ DISTRIBUTED = (
             ),
             (
                 "rank_gradients",
-                "return gradient * scale if is_shared and scale != 1 else gradient",
-                "return gradient",
+                "sums[k] = gradient * scale if scale != 1 and id(leaf) in shared else gradient",
+                "sums[k] = gradient",
                 "_data_parallel.py",
             ),
             (

@@ -136,7 +136,8 @@ class GradientReduction:
     ):
         """`group`: of the replicas, used only here. `parameters`: in the same order on all. `sums`: None for gloo."""
         self._like = {key: (tensor.shape, tensor.dtype, tensor.device) for key, tensor in parameters.items()}
-        self.completed: set[StageParameter] = set()
+        self._given: set[StageParameter] = set()
+        self.missing: frozenset[StageParameter] = frozenset()  # gradients for which `give_rest` has added zeros
         self._group: Any = group
         self._sums, self._device = sums, torch.device("cpu") if sums is None else sums.device
         self._buckets = buckets_of(parameters)
@@ -155,7 +156,7 @@ class GradientReduction:
 
     def begin(self) -> None:
         """Begins a sum on all replicas."""
-        self.completed = set()
+        self._given = set()
         self._missing = [len(bucket) for bucket in self._buckets]
         self._gradients.clear()
         self._begun.clear()
@@ -171,7 +172,7 @@ class GradientReduction:
 
         It is summed in the dtype of the parameter, as on replicas where the parameter has no gradient.
         """
-        self.completed.add(key)
+        self._given.add(key)
         shape, dtype, _ = self._like[key]
         if gradient.shape != shape:
             raise InternalError(f"the gradient of {key} has shape {(*gradient.shape,)} and not shape {(*shape,)}")
@@ -193,10 +194,12 @@ class GradientReduction:
 
     def give_rest(self, gradients: Mapping[StageParameter, torch.Tensor]) -> None:
         """Adds the remaining gradients, and zeros for the missing ones."""
+        self.missing = frozenset(self._like.keys() - self._given - gradients.keys())
         for key, (shape, dtype, _) in self._like.items():
-            if key not in self.completed:
-                gradient = gradients.get(key)
-                self.give(key, torch.zeros(shape, dtype=dtype, device=self._device) if gradient is None else gradient)
+            if key in self.missing:
+                self.give(key, torch.zeros(shape, dtype=dtype, device=self._device))
+            elif key not in self._given:
+                self.give(key, gradients[key])
 
     def finish(self) -> dict[StageParameter, torch.Tensor]:
         """Waits for the sums over replicas; returns them on the devices of the parameters."""

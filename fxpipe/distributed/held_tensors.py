@@ -204,15 +204,17 @@ class TensorExchange:
         """Sends values of tensors to ranks that use them and do not hold them."""
         self.write(self._swap(0, "the parameters that it holds", self._transfers.borrowed, self._detached))
 
-    def sum_gradients(self, step: RankStep) -> dict[tuple[str, int], torch.Tensor]:
-        """Returns, by name and stage, gradient sums of stages on other ranks, for tensors that this rank holds."""
+    def sum_gradients(self, step: RankStep) -> None:
+        """Adds to a step the gradient sums of stages on other ranks, for tensors that this rank holds."""
 
         def sum_of(key: StageSum) -> torch.Tensor | None:
             name, j = key
             return step.totals[j].sums.get(name)
 
         received = self._swap(1, "the gradients of tied weights", self._transfers.gradients, sum_of)
-        return {key: value for key, value in received.items() if value is not None}
+        for (name, j), value in received.items():
+            if value is not None:
+                step.totals[j].sums[name] = value
 
     @torch.no_grad()
     def spread_changes(self) -> None:
@@ -251,16 +253,3 @@ def write_tensor(tensors: ModelTensors, name: str, value: torch.Tensor) -> None:
         )
     else:
         tensors.set(name, value)
-
-
-def gradient_of(
-    name: str, stages: Iterable[int], step: RankStep, others: Mapping[tuple[str, int], torch.Tensor]
-) -> torch.Tensor | None:
-    """Sums the gradient of a parameter over stages, in order, like `Step.parameter_gradient`."""
-    total: torch.Tensor | None = None
-    for j in stages:
-        part = step.totals[j].sums.pop(name, None)
-        part = others.get((name, j)) if part is None else part
-        if part is not None:
-            total = part if total is None else total + part
-    return total

@@ -239,7 +239,7 @@ class RankEngine(Engine):
                 report.evidence.weights_of_elements = dict(step.loss_weighting.gradients)
             gradients.give_rest(step, report)
             reports: list[list[StepReport]] = self.group.everybody(report, "the end of the step")
-            gradients.finish_sum()
+            gradients.finish_sum(step, reports)
             verdict = LossVerdict.of([[one.evidence for one in row] for row in reports], last, part.firsts)
             if verdict.is_unsure and not is_again:
                 is_verified, is_again = is_last and m > 1, True  # nothing has changed yet: repeat with verification
@@ -252,8 +252,7 @@ class RankEngine(Engine):
         loss, divisor = loss_of_union(of_last, part, call.reduction)
         self.replicas.note_unit(of_last)
 
-        gradients.sum_over_replicas(step, reports)
-        others = exchange.sum_gradients(step)
+        exchange.sum_gradients(step)
         more = self._from_last(inputs, [] if step.loss is None else self.other_results(step, inputs))
         output = None
         if step.loss is not None and call.return_outputs:
@@ -261,7 +260,7 @@ class RankEngine(Engine):
         if call.return_outputs and to_all:
             output = self._on_all(output, last)
         mailbox.settle()
-        gradients.commit(step, reports, others, divisor)
+        gradients.commit(self, step, reports, divisor)
         self._commit_buffers(inputs, step, exchange, tensors, part)
         self.write_back(inputs, more)
         mailbox.remember()

@@ -9,7 +9,7 @@ sums the gradients in `.grad`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from torch import nn
 
 from fxpipe._torch.autograd import has_gradient_hooks, leaves_below
 from fxpipe.distributed.gradient_reduction import WAITED_FOR, GradientReduction, StageParameter
-from fxpipe.distributed.held_tensors import RankProgram, gradient_of
+from fxpipe.distributed.held_tensors import RankProgram
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep
-from fxpipe.distributed.replicas import GradientReport, Replicas, StepReport
+from fxpipe.distributed.replicas import Replicas, StepReport
 from fxpipe.rewriting.program import Program
 from fxpipe.runtime.bound_program import ModelTensors
-from fxpipe.runtime.commit import GradientList, attach_commit, gradient_rollback
-from fxpipe.runtime.engine import divided
+from fxpipe.runtime.commit import GradientList, gradient_rollback
+from fxpipe.runtime.engine import Engine, divided
 from fxpipe.runtime.step import Step
 
 Reports = Sequence[Sequence[StepReport]]  # by replica and rank
@@ -47,10 +47,7 @@ class RankGradients:
         own = program.held.used_by_stages(group.rank)
         # By stage, the parameters in the reduction: the same in each step, independent of its graph.
         self.parameters = replicas.reducible({(n, j): self.trained[n] for n, j in own if n in self.trained})
-        self._reduction: GradientReduction | None = None
-        self._sums: dict[StageParameter, torch.Tensor] = {}
-        self._late: set[StageParameter] = set()  # gradients summed after the step
-        self._mixed: set[StageParameter] = set()  # gradients that are sparse on some replicas and dense on others
+        self._apart: dict[StageParameter, torch.Tensor] = {}  # sparse gradients of parameters in the reduction
         self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and sums over replicas of `.grad`
 
     def _trained(self) -> dict[str, torch.Tensor]:
@@ -69,128 +66,98 @@ class RankGradients:
 
     def open_sum(self) -> GradientReduction | None:
         """Begins to sum gradients over replicas while the row runs; returns None if they are not summed."""
-        self._reduction = self._replicas.open_sum() if self._replicas.sums_gradients else None
-        return self._reduction
+        return self._replicas.open_sum() if self._replicas.sums_gradients else None
 
     def give_rest(self, step: RankStep, report: StepReport) -> None:
         """Gives the reduction the remaining gradients of the row, and reports the gradients that it does not sum."""
-        if self._reduction is None:
+        if not self._replicas.sums_gradients:
             return
-        reduction = self._reduction
-        left = {(name, j): g for j, totals in enumerate(step.totals) for name, g in totals.sums.items()}
-        report.gradients = GradientReport.of(left, self.parameters, reduction.completed)
+        rest = {(name, j): totals.sums.pop(name) for j, totals in enumerate(step.totals) for name in [*totals.sums]}
+        report.gradients = self._replicas.give_rest(rest)
         report.loss_parameters = len(parameters_of_loss(step))
-        summed = [key for key, gradient in left.items() if reduction.has(key) and not gradient.is_sparse]
-        reduction.give_rest({(name, j): step.totals[j].sums.pop(name) for name, j in summed})
+        for name, j in report.gradients.late:
+            step.totals[j].sums[name] = rest.pop((name, j))
+        self._apart = rest
 
-    def finish_sum(self) -> None:
-        if self._reduction is not None:
-            self._sums = self._reduction.finish()
-            self._wait_for_devices()
+    def finish_sum(self, step: RankStep, reports: Reports) -> None:
+        """Replaces the gradients of stages by their sums over replicas, except late ones."""
+        if not self._replicas.sums_gradients:
+            return
+        of_rank = [of_replica[self._group.rank].gradients for of_replica in reports]
+        for (name, j), total in self._replicas.finish_sum(self._apart, of_rank).items():
+            step.totals[j].sums[name] = total
+        self._wait_for_devices()
 
     def _wait_for_devices(self) -> None:
         if self._group.any_device_sums:  # if a device hangs for some ranks, none commits the step
             self._group.everybody(None, WAITED_FOR)
-
-    def sum_over_replicas(self, step: RankStep, reports: Reports) -> None:
-        """Replaces gradients with their sums over replicas."""
-        if self._reduction is None:
-            return
-        by_rank = [[one.gradients for one in of_rank] for of_rank in zip(*reports, strict=True)]
-        self._mixed = set[StageParameter]().union(*map(mixed_gradients, by_rank))
-        of_rank = by_rank[self._group.rank]
-        own = of_rank[self._group.replica].sparse & self._mixed
-        sparse = {(name, j): step.totals[j].sums.pop(name) for name, j in own}
-        if mixed_gradients(of_rank):
-            sparse = self._replicas.sum_late(sparse)
-        for (name, j), value in self._sums.items():
-            if not all((name, j) in one.missing for one in of_rank):
-                step.totals[j].sums[name] = value + sparse[name, j] if (name, j) in sparse else value
-        self._replicas.note_unreducible(key for one in of_rank for key in one.sparse)
-        self._sums = {}
-        if self._replicas.has_unsynced:
-            self._sum_earlier(step)
 
     def _sum_earlier(self, step: RankStep) -> None:
         """Sums the gradients in `.grad`, of calls within `no_sync()`, over replicas."""
         keys = {name: (name, j) for name, j in self.parameters}
         leaves = {keys.get(name, (name, 0)): parameter for name, parameter in self.trained.items()}
         leaves |= {("", k): leaf for k, (leaf, *_) in enumerate(parameters_of_loss(step))}
-        count = self._replicas.count
-        earlier = {key: leaf.grad / count for key, leaf in leaves.items() if leaf.grad is not None}
-        report = GradientReport.of(earlier, self.parameters)
-        sums = self._replicas.sum_complete(earlier, self._group.replicas.all_gather(report, WAITED_FOR))
-        self._earlier = [(leaves[key], value) for key, value in sums.items()]
+        replicas = self._replicas
+        earlier = {key: leaf.grad / replicas.count for key, leaf in leaves.items() if leaf.grad is not None}
+        replicas.open_sum()
+        reports = self._group.replicas.all_gather(replicas.give_rest(earlier), WAITED_FOR)
+        self._earlier = [(leaves[key], value) for key, value in replicas.finish_sum(earlier, reports).items()]
         self._wait_for_devices()
 
-    def sum_late(
-        self, step: RankStep, reports: Reports, others: Mapping[StageParameter, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def _sum_late(self, step: RankStep, reports: Reports) -> dict[str, torch.Tensor]:
         """Returns, by name, sums over replicas of late gradients; also replaces gradients of loss_fn's parameters."""
         everybody = [report for of_replica in reports for report in of_replica]
         if not any(report.gradients.late or report.loss_parameters for report in everybody):
             return {}
-        late = {key for report in reports[self._group.replica] for key in report.gradients.late} - self._mixed
-        self._late = late
-        gradients: dict[Any, torch.Tensor | None] = {}
-        for name in self.trained:
-            stages = [j for j in self._transfers.stages_of.get(name, ()) if (name, j) in late]
-            gradients[name] = gradient_of(name, stages, step, others)
+        late = {key for report in reports[self._group.replica] for key in report.gradients.late}
+        sums: dict[Any, torch.Tensor] = {}
+        for name, j in sorted(late, key=lambda key: key[1]):
+            gradient = step.totals[j].sums.pop(name, None)
+            if gradient is not None and name in self.trained:
+                sums[name] = sums[name] + gradient if name in sums else gradient
         own = parameters_of_loss(step)
-        gradients |= {k: gradient for k, (_, gradient, _) in enumerate(own)}
-        sums = self._replicas.sum_late({key: value for key, value in gradients.items() if value is not None})
+        sums = self._replicas.sum_apart(sums | {k: gradient for k, (_, gradient, _) in enumerate(own)})
         for k, (leaf, _, count) in enumerate(own):
-            step.loss.own[id(leaf)] = (leaf, sums[k], count)  # type: ignore[union-attr]
-        return {key: value for key, value in sums.items() if isinstance(key, str)}
+            step.loss.own[id(leaf)] = (leaf, sums.pop(k), count)  # type: ignore[union-attr]
+        return sums
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def commit(
-        self, step: RankStep, reports: Reports, others: Mapping[StageParameter, torch.Tensor], divisor: Any
-    ) -> None:
+    def commit(self, engine: Engine, step: RankStep, reports: Reports, divisor: Any) -> None:
         """Adds the gradients of the step to `.grad`. If gradients have hooks, which may fail, all ranks wait."""
         replicas = self._replicas
+        if replicas.sums_gradients and replicas.has_unsynced:
+            self._sum_earlier(step)
         any_hooks = any(report.has_hooks for of_replica in reports for report in of_replica)
-        late = self.sum_late(step, reports, others) if replicas.sums_gradients else {}
+        late = self._sum_late(step, reports) if replicas.sums_gradients else {}
         # The next sum over replicas divides `.grad` by their count.
         scale = replicas.count if replicas.count > 1 and not replicas.is_synced else 1
         is_scaled = reports[0][0].scale is not None  # by a gradient scaler; equal on all ranks (`check_scales`)
         extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
+        leaves = [*self.trained.values(), *(one.tensor for one in step.trained), *extra]
+        names = {id(leaf): name for name, leaf in self.trained.items()}
+        shared = {*names, *(id(leaf) for leaf in extra if isinstance(leaf, nn.Parameter))}
 
-        def finished(gradient: torch.Tensor | None, is_shared: bool) -> torch.Tensor | None:
-            if gradient is None:
-                return None
-            if divisor is not None:
-                gradient = divided(gradient, divisor)
-            return gradient * scale if is_shared and scale != 1 else gradient
-
-        def finish(_: object) -> GradientList:
-            sums: GradientList = []
-            for name in self.trained:
-                stages = [j for j in self._transfers.stages_of.get(name, ()) if (name, j) not in self._late]
-                gradient = gradient_of(name, stages, step, others)
-                sums.append(finished(_sum(gradient, late.pop(name, None)), is_shared=True))
-            sums += [finished(step.exchange.input_gradients(one), is_shared=False) for one in step.trained]
-            if step.loss is not None:
-                own = [(leaf, step.loss.own.pop(id(leaf))[1]) for leaf in extra]
-                sums += [finished(gradient, isinstance(leaf, nn.Parameter)) for leaf, gradient in own]
+        def finish(sums: GradientList) -> GradientList:
+            for k, (leaf, gradient) in enumerate(zip(leaves, sums, strict=True)):
+                more = late.pop(names.get(id(leaf), ""), None)
+                gradient = more if gradient is None else gradient if more is None else gradient + more
+                if gradient is not None:
+                    gradient = divided(gradient, divisor)
+                    sums[k] = gradient * scale if scale != 1 and id(leaf) in shared else gradient
             if is_scaled:
                 self._spread_infinity([gradient for gradient in sums if gradient is not None])
             return sums
 
-        leaves = [*self.trained.values(), *(one.tensor for one in step.trained), *extra]
-        if leaves:
-            (root,) = attach_commit(step.transport.on_step_streams(finish), [torch.zeros((), device="cpu")], leaves)
-            with gradient_rollback(leaves_below(root), is_certain=any_hooks):
-                _write_gradients(self._earlier)
+        (root,) = engine.commit(step, lambda _: None, [torch.zeros((), device="cpu")], extra, self.trained, finish)
+        with gradient_rollback(leaves_below(root), is_certain=any_hooks):
+            _write_gradients(self._earlier)
+            if leaves:
                 root.backward()
-                if any_hooks:
-                    self._wait_for_hooks()
-        else:
-            if is_scaled:
+            elif is_scaled:
                 self._spread_infinity([])
             if any_hooks:
-                self._wait_for_hooks()
+                self._group.everybody(None, "the hooks on gradients")
         replicas.has_unsynced = replicas.count > 1 and not replicas.is_synced
 
     def _spread_infinity(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -205,15 +172,6 @@ class RankGradients:
             elif gradient.numel():
                 gradient[(0,) * gradient.dim()] = math.inf
 
-    def _wait_for_hooks(self) -> None:
-        self._group.everybody(None, "the hooks on gradients")
-
-
-def mixed_gradients(reports: Sequence[GradientReport]) -> set[StageParameter]:
-    """Returns the gradients of a rank that are sparse on some replicas and dense on others."""
-    sparse = {key for one in reports for key in one.sparse}
-    return {key for key in sparse if not all(key in one.missing for one in reports)}
-
 
 def parameters_of_loss(step: Step) -> list[tuple[nn.Parameter, torch.Tensor, int]]:
     """Returns the parameters that loss_fn uses, with the sums and counts of their gradients."""
@@ -224,10 +182,6 @@ def parameters_of_loss(step: Step) -> list[tuple[nn.Parameter, torch.Tensor, int
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     """Returns the elements of a gradient: the stored elements if it is sparse."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
-    return second if first is None else first if second is None else first + second
 
 
 @torch.no_grad()

@@ -313,7 +313,7 @@ class RankStream(Stream):
         result = loss_of_union(losses, step.part, self.loss.reduction)
         self._replicas.note_unit(losses)
         if any(count for _, count in reports):
-            sums = self._replicas.sum_late({k: gradient for k, (_, gradient, _) in enumerate(own)})
+            sums = self._replicas.sum_apart({k: gradient for k, (_, gradient, _) in enumerate(own)})
             for k, (leaf, gradient, count) in enumerate(own):
                 step.loss.own[id(leaf)] = (leaf, sums[k].to(gradient.device), count)  # type: ignore[union-attr]
         return result
@@ -331,11 +331,12 @@ class RankStream(Stream):
     def _sum_over_replicas(self, step: RankStreamStep, j: int) -> None:
         """Sums the gradients of a stage over replicas. Raises `LossError` if element weights differ between them."""
         replicas, own = self._replicas, {(name, j): gradient for name, gradient in step.totals[j].sums.items()}
-        report = self._evidence_of_stage(step), GradientReport.of(own, self._summed)
+        replicas.open_sum()
+        report = self._evidence_of_stage(step), replicas.give_rest(own)
         reports: list[tuple[LossEvidence, GradientReport]] = replicas.group.replicas.all_gather(report, WAITED_FOR)
         evidence, gradients = [[one] for one, _ in reports], [one for _, one in reports]
         LossVerdict.of(evidence, firsts=step.part.firsts).check(None, 0)
-        total = replicas.sum_complete(own, gradients)
+        total = replicas.finish_sum(own, gradients)
         step.totals[j].sums = {name: gradient for (name, _), gradient in total.items()}
         if any(one.sparse for one in gradients):
             self._summed = replicas.reducible(self._summed)

@@ -5,16 +5,16 @@ their numbers of samples first, so each sample has equal weight. Micro-batches a
 numbers depend on these numbers.
 
 Gradients are summed over replicas. Within `no_sync()` they stay on their replica, and with n replicas `.grad` has n
-times its part, as with `DistributedDataParallel`; the next call without `no_sync()` adds it to its sum. *Late*
-gradients do not fit buckets: sparse gradients, and gradients of later graphs, which other replicas may not have run.
-They are summed after the step, through CPU memory.
+times its part, as with `DistributedDataParallel`; the next call without `no_sync()` adds it to its sum. Some gradients
+do not fit buckets, and are summed through CPU memory: sparse gradients, and *late* ones, of later graphs that other
+replicas may not have run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -131,21 +131,9 @@ def _known_of_union(
 class GradientReport:
     """The gradients of a rank that are summed over replicas."""
 
-    missing: frozenset[StageParameter] = frozenset()  # gradients that the reduction sums, and this rank does not have
-    late: frozenset[StageParameter] = frozenset()  # gradients that the reduction does not sum
-    sparse: frozenset[StageParameter] = frozenset()  # gradients that the reduction can never sum
-
-    @classmethod
-    def of(
-        cls, own: Mapping[StageParameter, torch.Tensor], summed: Iterable[StageParameter], received: Iterable[Any] = ()
-    ) -> GradientReport:
-        """
-        Args:
-            summed: the gradients that the reduction sums.
-            received: the gradients that it has received already, which are not in `own`.
-        """
-        sparse, every = frozenset(key for key, gradient in own.items() if gradient.is_sparse), frozenset(summed)
-        return cls(every - (own.keys() - sparse) - frozenset(received), sparse | (own.keys() - every), sparse & every)
+    missing: frozenset[StageParameter] = frozenset()  # dense gradients that the reduction sums, and the rank lacks
+    sparse: frozenset[StageParameter] = frozenset()  # sparse gradients of parameters in the reduction
+    late: frozenset[StageParameter] = frozenset()  # gradients of other parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,26 +319,36 @@ class Replicas:
         if losses[0].weight is not None:
             self._unit = unit_of_union(losses)
 
-    def note_unreducible(self, keys: Iterable[StageParameter]) -> None:
-        self._unreducible.update(keys)
+    def give_rest(self, gradients: dict[StageParameter, torch.Tensor]) -> GradientReport:
+        """Gives the reduction those of the complete gradients that it sums, and removes them."""
+        reduction = self._reduction
+        assert reduction is not None
+        late = frozenset(key for key in gradients if not reduction.has(key))
+        sparse = frozenset(key for key, gradient in gradients.items() if gradient.is_sparse) - late
+        reduction.give_rest({key: gradients.pop(key) for key in gradients.keys() - sparse - late})
+        return GradientReport(reduction.missing, sparse, late)
 
-    def sum_complete(
+    def finish_sum(
         self, gradients: Mapping[StageParameter, torch.Tensor], reports: Sequence[GradientReport]
     ) -> dict[StageParameter, torch.Tensor]:
-        """Returns the sums over replicas of complete gradients. `reports`: of all replicas on these gradients."""
-        own, reduction = reports[self.group.replica], self.open_sum()
-        reduction.give_rest({key: gradient for key, gradient in gradients.items() if key not in own.late})
-        sums = {k: v for k, v in reduction.finish().items() if not all(k in one.missing for one in reports)}
+        """Returns the sums over replicas, after `give_rest` of all of them.
+
+        Args:
+            gradients: others to be summed now, sparse or late.
+            reports: of all replicas, from `give_rest`.
+        """
+        assert self._reduction is not None
+        sums = {k: v for k, v in self._reduction.finish().items() if not all(k in one.missing for one in reports)}
         if self.group.device_sums is not None:  # if a device hangs for some replicas, none goes on
             self.group.replicas.all_gather(None, WAITED_FOR)
-        if any(one.late for one in reports):
-            for key, value in self.sum_late({key: gradients[key] for key in own.late}).items():
+        if any(one.sparse or one.late for one in reports):
+            for key, value in self.sum_apart(gradients).items():
                 sums[key] = sums[key] + value if key in sums else value
-        self.note_unreducible(key for one in reports for key in one.sparse)
+        self._unreducible.update(key for one in reports for key in one.sparse)
         return sums
 
-    def sum_late(self, gradients: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Returns the sums over replicas of gradients that the reduction has not summed. Keys differ by replica."""
+    def sum_apart(self, gradients: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """Returns the sums over replicas of gradients that the reduction does not sum. Keys differ by replica."""
         sums: dict[Any, torch.Tensor] = {}
         own = {key: gradient.detach().cpu() for key, gradient in gradients.items()}
         for part in self.group.replicas.all_gather(own, WAITED_FOR):

@@ -264,7 +264,7 @@ class Engine:
                 kind.count_pass()
 
             parts_of_graph = [outputs[place] for place, *_ in differentiable]
-            attached = self._commit(step, backward, parts_of_graph, running=self.running)
+            attached = self.commit(step, backward, parts_of_graph, running=self.running)
             for (place, *_), output in zip(differentiable, attached, strict=True):
                 outputs[place] = output
                 if place in bound.used_outputs:  # the gradient of the model's own use is added in the stages
@@ -277,20 +277,25 @@ class Engine:
                 outputs[place] = leaves[source]
         return bound.output(outputs[:count])
 
-    def _commit(
+    def commit(
         self,
         step: Step,
         backward: Callable[[Sequence[torch.Tensor | None]], None],
         outputs: Sequence[torch.Tensor],
         extra: Sequence[torch.Tensor] = (),
-        without: Collection[int] = (),
+        named: Mapping[str, torch.Tensor] | None = None,
+        end: Callable[[GradientList], GradientList] | None = None,
         running: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[torch.Tensor, ...]:
         """Attaches `outputs` to the caller's graph: their backward runs `backward`, then returns the sums of the step.
 
-        `without`: identities of parameters without gradients. `running`: a block around `backward`.
+        Args:
+            extra: leaves of the loss.
+            named: the parameters that get gradients; None: all that are trained.
+            end: returns the gradients for these sums; None: the sums, divided.
+            running: a block around `backward`.
         """
-        named = {name: t for name, t in self._trained_parameters(step).items() if id(t) not in without}
+        named = self._trained_parameters(step) if named is None else named
         trained, parameters = step.trained, [*named.values()]
         inputs = [one.tensor for one in trained]
 
@@ -301,7 +306,7 @@ class Engine:
             if step.loss is not None:
                 sums += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
             divisor = step.divisor
-            return sums if divisor is None else [g if g is None else divided(g, divisor) for g in sums]
+            return end(sums) if end is not None else [g if g is None else divided(g, divisor) for g in sums]
 
         followed = step.transport.on_step_streams(finish)
         return attach_commit(followed, outputs, [*parameters, *inputs, *extra], running)
@@ -397,7 +402,8 @@ class Engine:
         _refuse_parameters_in_loss(step.loss, updates)
         extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
         updated = updates.identities if updates is not None and updates.begun else ()
-        (root,) = self._commit(step, lambda _: None, [torch.zeros((), device="cpu")], extra, updated)
+        named = {name: t for name, t in self._trained_parameters(step).items() if id(t) not in updated}
+        (root,) = self.commit(step, lambda _: None, [torch.zeros((), device="cpu")], extra, named)
         if not root.requires_grad:  # all parameters are updated, and their gradients freed
             step.transport.on_step_streams(lambda _: None)(None)
             return
@@ -473,7 +479,7 @@ def _mean_gradient(
     for step, divisor in zip(steps, divisors, strict=True):
         gradient = step.parameter_gradient(name, home)
         if gradient is not None:
-            total = add_gradient(total, gradient if divisor is None else divided(gradient, divisor), count)
+            total = add_gradient(total, divided(gradient, divisor), count)
             count += 1
     return total if total is None or len(steps) == 1 else total / len(steps)
 
@@ -538,6 +544,9 @@ def write_back_results(
 
 
 def divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
+    """Divides a gradient, unless the divisor is None."""
+    if divisor is None:
+        return gradient
     return gradient / (divisor.to(gradient.device) if isinstance(divisor, torch.Tensor) else divisor)
 
 
