@@ -1,11 +1,5 @@
 """Optimizers whose stages update their weights themselves: each in its worker, on its device.
 
-    optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=1e-3)
-
-    loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
-    optimizer.step()
-    optimizer.zero_grad()
-
 Source: PipeDream updates the weights of a stage where the stage is (Narayanan et al., SOSP 2019).
 """
 
@@ -128,10 +122,7 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
     # -- Steps -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the weights of all stages at the same time, in their workers.
-
-        `closure` runs the model again and returns the loss, as for torch's optimizers.
-        """
+        """Updates the weights of all stages at the same time, in their workers. `closure`: as in torch."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -210,11 +201,7 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
     # -- Options and state -------------------------------------------------------------------------------------------
 
     def _take_written_options(self) -> None:
-        """Copies values that the parts of a step wrote to their groups and attributes to this optimizer.
-
-        Raises:
-            StateError: the values differ, since the class computes something from all its parameters.
-        """
+        """Copies values that the parts of a step wrote to their groups and attributes to this optimizer."""
         self._has_stepped = True
         written, self._written = self._written, []
         for place, name in {key for of_part in written for key in of_part}:
@@ -290,11 +277,7 @@ def _kind_of_option(value: Any) -> Any:
 
 
 def _try_parts(optimizer: StageOptimizer, parts: Sequence[Collection[torch.Tensor]]) -> None:
-    """Steps small copies of the parameters, all together and stage by stage, and compares the results bitwise.
-
-    Raises:
-        StateError: the results differ, or the copies cannot be stepped.
-    """
+    """Steps small copies of the parameters, all together and stage by stage; raises `StateError` if bits differ."""
     name, cause = optimizer.optimizer_class.__name__, None
     why = "takes another update where each stage steps its own parameters than where all are stepped together"
     for is_sparse in (False, True):
@@ -360,12 +343,7 @@ def _check_pipe(pipe: Any) -> None:
 
 
 def _checked_class(optimizer_class: Any) -> type[torch.optim.Optimizer]:
-    """Returns `optimizer_class` after checking it.
-
-    Raises:
-        ArgumentTypeError: it is not a class of optimizers.
-        ArgumentError: its step cannot run stage by stage.
-    """
+    """Returns `optimizer_class`; raises if it is not a class of optimizers, or cannot step stage by stage."""
     if isinstance(optimizer_class, torch.optim.Optimizer):
         name = type(optimizer_class).__name__
         raise ArgumentTypeError(

@@ -1424,8 +1424,8 @@ TRACING = (
     ),
     Mutant(
         "runtime/step_inputs.py",
-        "            parts = [*map(_with_head, given_inputs.bounds, given_inputs.leaves, given_inputs.samples)]",
-        "            parts = given_inputs.leaves",
+        "            every = [*map(_with_head, bounds, given_inputs.leaves, given_inputs.samples)]",
+        "            every = [*given_inputs.leaves]",
         "behaviour/test_joint_tail.py::test_micro_batches_of_the_caller_and_mini_batches_of_a_stream_share_their_own",
     ),
     Mutant(
@@ -1821,13 +1821,13 @@ DISTRIBUTED = (
         "behaviour/test_over_ranks_streams.py::test_a_stream_over_four_ranks_is_that_of_one_process",
     ),
     Mutant(
-        "distributed/rank_train_stream.py",
+        "distributed/rank_stream.py",
         "        self._has_more = False\n        if failure is not None:",
         "        if failure is not None:",
         "behaviour/test_over_ranks_streams.py::test_who_has_the_inputs_ends_the_stream_for_all",
     ),
     Mutant(
-        "distributed/rank_train_stream.py",
+        "distributed/rank_stream.py",
         "        return mix_seed(self._seed, self._read)\n",
         "        return self._seed\n",
         "behaviour/test_over_ranks_streams.py::test_a_stream_over_four_ranks_is_that_of_one_process",
@@ -1928,13 +1928,13 @@ DISTRIBUTED = (
         "unit/distributed/test_packets.py",
     ),
     Mutant(
-        "distributed/checkpoint_loading.py",
+        "distributed/initialization.py",
         "if strict and all_missing:",
         "if strict and missing:",
         "unit/distributed/test_checkpoint_readers.py",
     ),
     Mutant(
-        "distributed/packet_link.py",
+        "distributed/packets.py",
         "maker = coming.popleft()",
         "maker = needed[0]",
         "unit/distributed/test_packets.py",
@@ -1946,7 +1946,7 @@ DISTRIBUTED = (
         "unit/distributed/test_gradient_reduction.py",
     ),
     Mutant(
-        "distributed/packet_link.py",
+        "distributed/packets.py",
         "        self.mailbox.finish_send(self._address(maker)[0], what)\n",
         "        pass\n",
         "unit/distributed/test_rank_step.py",
@@ -2123,7 +2123,7 @@ DISTRIBUTED = (
                 "_data_parallel.py",
             ),
             (
-                "checkpoint_loading",
+                "initialization",
                 "if not torch.equal(again[other], tensor):",
                 "if False:",
                 "_meta_device.py",
@@ -2164,7 +2164,7 @@ DISTRIBUTED = (
                 "test_gradient_reduction.py",
             ),
             (
-                "packet_link",
+                "packets",
                 "            self._free_gradients(cut, self.mailbox.note)\n",
                 "            pass\n",
                 "test_rank_step.py",

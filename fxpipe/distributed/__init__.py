@@ -17,13 +17,12 @@ If `torchrun --max-restarts` restarts failed processes, set TORCH_DISABLE_SHARE_
 gives them the previous processes' store, and gloo may connect to outdated addresses.
 
 From the bottom: `connection`, `failures`, `rank_group` (a block that succeeds on all ranks or on none); `packets`,
-`packet_link`, `rank_step` (a step with this rank's stages); `held_tensors` (which rank has which parameter),
-`gradient_reduction`, `replicas`, `rank_gradients` (from sums of stages to `.grad`); `agreement`, `rank_engine`,
-`rank_state`, `rank_stream`, `rank_train_stream`, `pipeline`; `initialization`, `checkpoint_loading`.
+`rank_step` (a step with this rank's stages); `held_tensors` (which rank has which parameter), `gradient_reduction`,
+`replicas`, `rank_gradients` (from sums of stages to `.grad`); `agreement`, `rank_engine`, `rank_state`, `rank_stream`,
+`pipeline`; `initialization` (the first values).
 """
 
-from fxpipe.distributed.checkpoint_loading import load
-from fxpipe.distributed.initialization import initialize
+from fxpipe.distributed.initialization import initialize, load
 from fxpipe.distributed.pipeline import DistributedPipeline, clip_grad_norm_, pipeline_over_ranks
 
 __all__ = ["DistributedPipeline", "clip_grad_norm_", "initialize", "load", "pipeline_over_ranks"]

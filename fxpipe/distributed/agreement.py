@@ -1,7 +1,7 @@
 """Comparison of model, settings, versions, graph and plan between ranks, before anything depends on them.
 
-Each rank publishes a text per field; if the texts differ, the error on every rank names the field and which ranks have
-which text. Values of parameters are not compared: only the ranks that hold a parameter use it.
+If the texts of a field differ, the error on every rank names the field and which ranks have which text. Values of
+parameters are not compared: only the ranks that hold a parameter use it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _around_difference(text: str, texts: Sequence[str]) -> str:
     """Returns the part of a text where it first differs from the others."""
     if len(text) <= LONGEST_SHOWN:
         return text
-    shortest = min(map(len, texts))
-    first = next((k for k in range(shortest) if len({other[k] for other in texts}) > 1), shortest)
+    columns = enumerate(zip(*texts, strict=False))
+    first = next((k for k, letters in columns if len({*letters}) > 1), min(map(len, texts)))
     start = max(0, first - LONGEST_SHOWN // 4)
     return f"... {text[start : start + LONGEST_SHOWN]} ..."
 

@@ -4,9 +4,8 @@ After a failure a group cannot be reused: later receives would match messages in
 *generation*, up to the first failure, and the next generation has another name in the store.
 `torch.distributed.new_group` would reuse names, and needs all processes of the world.
 
-A message is one tensor of bytes with a unique tag, so the order of sends and receives does not matter. A pending
-`Work` of torch keeps its group alive, so only the tables of the connection hold it: an exception, whose traceback
-holds frames, keeps no socket open.
+A message is one tensor of bytes with a unique tag, so order does not matter. A pending `Work` of torch keeps its group
+alive, so only the tables of the connection hold it: the traceback of an exception keeps no socket open.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class Connection:
             raise lost_connection(f"rank {peer} to take a message", error) from None
 
     def finish_sends(self, key: Hashable, what: str) -> None:
-        """Waits until all messages under this key are sent."""
         while self._sends.get(key):
             self._wait(self._sends[key][-1][0], what)
             self._sends[key].pop()

@@ -1,4 +1,4 @@
-"""Transfers of device memory between ranks, by the devices' backend: NCCL, XCCL, HCCL, …
+"""Transfers of device memory between ranks, and sums over replicas, by the devices' backend: NCCL, XCCL, HCCL, …
 
 gloo transfers the layouts of packets (`packets`) and reports failed ranks. Tensors move between devices:
 
@@ -8,22 +8,20 @@ gloo transfers the layouts of packets (`packets`) and reports failed ranks. Tens
              compute             ... F ...  ╚═●─▶ F of this value
 
 *Order.* A communicator matches sends and receives only by order, and a waiting operation blocks those after it. So each
-ordered pair of ranks has one, and the receiver posts its receives in the order of the sender's row (`packet_link`).
-Packets with an unknown layout use gloo.
+ordered pair of ranks has one, and the receiver posts its receives in the order of the sender's row (`packets`).
 
-*Streams and memory.* A send follows the work already queued on its compute stream, and is kept until the compute stream
-waits for its end. A receive uses memory of an idle stream, since on the compute stream it would wait for all queued
-work; `record_stream` keeps it for later computations. After a failure, communicators are aborted before memory is
-freed, since devices may still write to it.
+*Streams and memory.* A send is kept until the compute stream waits for its end. A receive uses memory of an idle
+stream, since on the compute stream it would wait for all queued work; `record_stream` keeps it for later computations.
 
-*Failure.* The host waits only in `settle`, at the end of a row, up to the timeout. A step is committed after all ranks
-have passed it.
+*Failure.* The host waits only in `settle`, at the end of a row or a round, up to the timeout; a step is committed after
+all ranks have passed it. Then communicators are aborted before memory is freed, since devices may still write to it.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -41,6 +39,7 @@ from fxpipe.distributed.connection import LONG_SECONDS, lost_connection
 from fxpipe.distributed.failures import ConnectionLost
 from fxpipe.utils import accelerator
 
+WAITED_FOR = "the gradients of the other replicas"
 RankPair = tuple[int, int]  # from one rank to another
 
 _SHARE = 0.9  # fraction of the timeout: the rank whose device hangs reports it before others give up on it
@@ -57,16 +56,47 @@ def device_backend(group: ProcessGroup, device: torch.device) -> str | None:
     return None if backend is None or backend in _THROUGH_CPU or not has_communicators(backend) else backend
 
 
-class DeviceTransfers:
-    """One generation of communicators between the devices of the ranks of a pipe."""
+class DeviceCommunicators:
+    """One generation of communicators of a rank's device."""
+
+    def __init__(self, backend: str, device: torch.device, store: Store, timeout: float):
+        self.backend, self.device, self._store, self._timeout = backend, device, store, timeout
+        self._stream = accelerator.new_stream(device)
+
+    def _connected(
+        self, what: str, store: Store, rank: int, ranks: tuple[int, ...], begin: Callable[[Any], Any]
+    ) -> Any:
+        """Returns a communicator of these ranks, after its first operation, which `begin` begins."""
+        try:
+            channel = communicator(self.backend, store, rank, ranks, max(self._timeout, LONG_SECONDS))
+            begin(channel).wait()
+        except RuntimeError as error:
+            raise lost_connection(f"a {self.backend} communicator {what}", error) from None
+        return channel
+
+    def _wait_on_host(self, event: torch.Event, what: str, operation: str) -> None:
+        """Blocks the host until an event. Raises `ConnectionLost` after the timeout."""
+        seconds = _SHARE * self._timeout
+        if not accelerator.wait_on_host(event, seconds):
+            detail = f"{self.backend} has not ended a {operation} within {seconds:g} s"
+            raise ConnectionLost(f"{what} (timed out)", detail, True)
+
+    @staticmethod
+    def _abort(channels: Iterable[Any], memory: Iterable[torch.Tensor]) -> None:
+        """Aborts communicators; if that fails, `memory` is kept for ever."""
+        if not all([abort_communicator(channel) for channel in channels]):  # a list, to abort all of them
+            _NEVER_REUSED.extend(memory)
+
+
+class DeviceTransfers(DeviceCommunicators):
+    """The communicators between the ranks of a pipe. Their stream is idle, and owns the memory of received messages."""
 
     def __init__(self, backend: str, device: torch.device, store: Store, rank: int, timeout: float):
-        self.backend, self._device, self._rank, self._timeout = backend, device, rank, timeout
-        self._store = store
+        super().__init__(backend, device, store, timeout)
+        self._rank = rank
         self._communicators: dict[RankPair, Any] = {}
         self._sends: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
         self._receives: dict[Hashable, tuple[Any, torch.Tensor]] = {}
-        self._arrivals = accelerator.new_stream(device)  # idle; owns the memory of received messages
         self._last_arrival: torch.Event | None = None
 
     def connect(self, pairs: Iterable[RankPair]) -> None:
@@ -77,26 +107,17 @@ class DeviceTransfers:
         """
         new = {pair for pair in pairs if pair not in self._communicators}
         for source, target in sorted(new, key=lambda pair: (min(pair) % 2, *pair)):
-            self._communicators[source, target] = (
-                self._connected(source, target) if self._rank in (source, target) else None
-            )
-
-    def _connected(self, source: int, target: int) -> Any:
-        is_source = self._rank == source
-        what = f"a {self.backend} communicator from rank {source} to rank {target}"
-        try:
-            channel = communicator(
-                self.backend,
-                PrefixStore(f"{source}-{target}", self._store),
-                0 if is_source else 1,
-                (source, target),
-                max(self._timeout, LONG_SECONDS),
-            )
-            first = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            (channel.send([first], 1, 0) if is_source else channel.recv([first], 0, 0)).wait()
-        except RuntimeError as error:
-            raise lost_connection(what, error) from None
-        return channel
+            channel, place = None, [source, target].index(self._rank) if self._rank in (source, target) else None
+            if place is not None:
+                first = torch.zeros(1, dtype=torch.uint8, device=self.device)
+                channel = self._connected(
+                    f"from rank {source} to rank {target}",
+                    PrefixStore(f"{source}-{target}", self._store),
+                    place,
+                    (source, target),
+                    functools.partial(_first_message, place, first),
+                )
+            self._communicators[source, target] = channel
 
     # -- from one rank to another ------------------------------------------------------------------------------------
 
@@ -118,8 +139,8 @@ class DeviceTransfers:
         """Begins to receive `size` bytes."""
         channel = self._communicators[peer, self._rank]
         try:
-            with accelerator.current_streams(self._arrivals):
-                memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            with accelerator.current_streams(self._stream):
+                memory = torch.empty(size, dtype=torch.uint8, device=self.device)
                 self._receives[key] = channel.recv([memory], 0, 0), memory
         except RuntimeError as error:
             raise lost_connection(f"a message of rank {peer}", error) from None
@@ -128,7 +149,7 @@ class DeviceTransfers:
         """Returns the expected bytes, for use on the current stream."""
         work, memory = self._receives.pop(key)
         _wait(work, what)
-        stream = accelerator.current_stream(self._device)
+        stream = accelerator.current_stream(self.device)
         accelerator.keep_for_stream(memory, stream)
         self._last_arrival = accelerator.record_event(stream)
         return memory
@@ -136,28 +157,17 @@ class DeviceTransfers:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Finishes all sends, and blocks the host until received messages are complete.
-
-        Raises `ConnectionLost` after the timeout.
-        """
+        """Finishes all sends, and blocks the host until received messages are complete."""
         for key in [*self._sends]:
             self.finish_sends(key, "its messages to be taken")
         event, self._last_arrival = self._last_arrival, None
-        seconds = _SHARE * self._timeout
-        if event is not None and not accelerator.wait_on_host(event, seconds):
-            raise ConnectionLost(
-                "values and gradients on their way between devices (timed out)",
-                f"{self.backend} has not ended a transfer within {seconds:g} s",
-                True,
-            )
+        if event is not None:
+            self._wait_on_host(event, "values and gradients on their way between devices", "transfer")
 
     def close(self) -> None:
         """Aborts the communicators, then frees memory."""
         channels = [channel for channel in self._communicators.values() if channel is not None]
-        if not all([abort_communicator(channel) for channel in channels]):  # a list, to abort all of them
-            _NEVER_REUSED.extend(
-                memory for _, memory in itertools.chain(*self._sends.values(), self._receives.values())
-            )
+        self._abort(channels, (memory for _, memory in itertools.chain(*self._sends.values(), self._receives.values())))
         self._communicators.clear()
         self._sends.clear()
         self._receives.clear()
@@ -169,3 +179,61 @@ def _wait(work: Any, what: str) -> None:
         work.wait()
     except RuntimeError as error:
         raise lost_connection(what, error) from None
+
+
+def _first_message(place: int, memory: torch.Tensor, channel: Any) -> Any:
+    return channel.recv([memory], 0, 0) if place else channel.send([memory], 1, 0)
+
+
+class DeviceSums(DeviceCommunicators):
+    """Sums over the replicas of a rank: gradients are copied into buckets, and each full bucket is summed in place.
+
+        compute   last B ──●
+        sums               └──▶ copies into a bucket ──●               ●──▶ copies out of it ──▶ the host goes on
+        backend                                        └──▶ all-reduce ┘
+
+    Copies have a separate stream: on the compute stream, the rest of the backward would wait for sums. A bucket is kept
+    until the host has waited for its sum, in `settle`.
+    """
+
+    def __init__(self, backend: str, device: torch.device, store: Store, replica: int, replicas: int, timeout: float):
+        super().__init__(backend, device, store, timeout)
+        self._replica, self._replicas = replica, replicas
+        self._communicator: Any = None
+        self._memory: list[torch.Tensor] = []  # buckets of this round
+
+    def connect(self) -> None:
+        """Creates the communicator, on all replicas together."""
+        if self._communicator is None:
+            with self.on_stream():
+                first, ranks = torch.zeros(1, device=self.device), tuple(range(self._replicas))
+                self._communicator = self._connected(
+                    "of all replicas", self._store, self._replica, ranks, lambda one: one.allreduce([first])
+                )
+
+    def on_stream(self) -> accelerator.current_streams:
+        return accelerator.current_streams(self._stream)
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Makes the stream of the sums wait for a tensor from the current stream."""
+        self._stream.wait_event(accelerator.record_event(accelerator.current_stream(self.device)))
+        accelerator.keep_for_stream(tensor, self._stream)
+
+    def sum(self, memory: torch.Tensor) -> Any:
+        """Begins to sum a bucket over replicas in place; `wait()` of the result makes the current stream wait."""
+        self._memory.append(memory)
+        return self._communicator.allreduce([memory])
+
+    def settle(self, results: Iterable[torch.Tensor]) -> None:
+        """Blocks the host until the results are complete."""
+        self._wait_on_host(accelerator.record_event(self._stream), WAITED_FOR, "sum")
+        self._memory.clear()
+        stream = accelerator.current_stream(self.device)
+        for result in results:
+            accelerator.keep_for_stream(result, stream)
+
+    def close(self) -> None:
+        """Aborts the communicator, then frees memory."""
+        self._abort([] if self._communicator is None else [self._communicator], self._memory)
+        self._communicator = None
+        self._memory.clear()

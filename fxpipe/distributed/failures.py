@@ -34,9 +34,8 @@ class StoreSilentError(RuntimeError):
 class BoundedStore:
     """Makes requests to a store. Raises `StoreSilentError` after `seconds`, or `RuntimeError` from torch.
 
-    The store of a process group is a server in one process: rank 0 or torchrun. Its clients wait for an answer without
-    a deadline: if the server's host is disconnected, no packet ends the wait, and the kernel gives up after a quarter
-    of an hour. So a daemon thread makes each request, and the caller stops waiting for it.
+    The store is a server in one process, rank 0 or torchrun, and its clients wait without a deadline: if the server's
+    host is disconnected, the kernel gives up after a quarter of an hour. So a daemon thread makes each request.
     """
 
     def __init__(self, store: Store, seconds: float):
@@ -104,8 +103,7 @@ class FailureBoard:
         self._number, self._size, self._replicas = number, size, replicas
 
     def leave(self, report: FailureReport) -> None:
-        """Leaves this rank's report, unless the store itself has ended."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the store itself may have ended
             self._store.set(f"report/{self._number}", pickle.dumps(report).hex())
 
     def _read(self, numbers: Iterable[int]) -> dict[int, FailureReport]:
@@ -198,7 +196,7 @@ def _waiting_words(report: FailureReport) -> str:
 def meet_ranks(store: Store, rank: int, size: int, timeout: float, kind: str = "rank") -> Store:
     """Waits until all ranks have called this with the same store, and returns a store for these calls only.
 
-    The store may have keys of ended processes: torchrun restarts failed ranks on the same store. So each rank leaves a
+    The store may have keys of ended processes, since torchrun restarts ranks on the same store. So each rank leaves a
     new token. Rank 0 answers to these tokens with a new name for all, and a rank only accepts an answer to its token.
 
     Raises `DistributedError` after `timeout` seconds. `kind`: "rank" or "replica", for errors.

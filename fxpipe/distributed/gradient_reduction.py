@@ -11,21 +11,16 @@ Buckets are on the device if the replicas have a backend that sums there (`Devic
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from fxpipe._torch.process_groups import ProcessGroupGloo, Store, abort_communicator, communicator
-from fxpipe.distributed.connection import LONG_SECONDS, lost_connection
-from fxpipe.distributed.failures import ConnectionLost
+from fxpipe._torch.process_groups import ProcessGroupGloo
+from fxpipe.distributed.connection import lost_connection
+from fxpipe.distributed.device_transfers import WAITED_FOR, DeviceSums
 from fxpipe.errors import InternalError
-from fxpipe.utils import accelerator
 
-WAITED_FOR = "the gradients of the other replicas"
-
-_SHARE = 0.9  # fraction of the timeout: the rank whose device hangs reports it before others give up on it
-_NEVER_REUSED: list[torch.Tensor] = []  # memory to which a device may still write, since abort failed
 StageParameter = tuple[str, int]  # parameter name, stage that uses it
 BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel
 
@@ -49,82 +44,6 @@ def buckets_of(parameters: Mapping[StageParameter, torch.Tensor]) -> list[list[S
     return sorted([*full, *filling.values()], key=lambda bucket: places[bucket[-1]])
 
 
-class DeviceSums:
-    """One generation of sums over the replicas of a rank, by the backend of their devices: NCCL, XCCL, HCCL, …
-
-    Gradients are copied into buckets. Each full bucket is summed in place:
-
-        compute   last B ──●
-        sums               └──▶ copies into a bucket ──●               ●──▶ copies out of it ──▶ the host goes on
-        backend                                        └──▶ all-reduce ┘
-
-    The communicator has only buckets, in the same order on all replicas. Copies have a separate stream: on the compute
-    stream, the rest of the backward would wait for sums. A bucket is kept until the host has waited for its sum, in
-    `settle`, up to the timeout. After a failure, the communicator is aborted before memory is freed.
-    """
-
-    def __init__(self, backend: str, device: torch.device, store: Store, replica: int, replicas: int, timeout: float):
-        self.backend, self.device = backend, device
-        self._store, self._replica, self._replicas, self._timeout = store, replica, replicas, timeout
-        self._communicator: Any = None
-        self._stream = accelerator.new_stream(device)
-        self._memory: list[torch.Tensor] = []  # buckets of this round
-
-    def connect(self) -> None:
-        """Creates the communicator if it does not exist. All replicas call it together."""
-        if self._communicator is not None:
-            return
-        try:
-            self._communicator = communicator(
-                self.backend,
-                self._store,
-                self._replica,
-                tuple(range(self._replicas)),
-                max(self._timeout, LONG_SECONDS),
-            )
-            with self.on_stream():
-                first = torch.zeros(1, device=self.device)
-                self._communicator.allreduce([first]).wait()
-        except RuntimeError as error:
-            raise lost_connection(f"a {self.backend} communicator of all replicas", error) from None
-
-    def on_stream(self) -> accelerator.current_streams:
-        return accelerator.current_streams(self._stream)
-
-    def take(self, tensor: torch.Tensor) -> None:
-        """Makes the stream of the sums wait for a tensor from the current stream."""
-        self._stream.wait_event(accelerator.record_event(accelerator.current_stream(self.device)))
-        accelerator.keep_for_stream(tensor, self._stream)
-
-    # -- one round ---------------------------------------------------------------------------------------------------
-
-    def sum(self, memory: torch.Tensor) -> Any:
-        """Begins to sum a bucket over replicas in place; `wait()` of the result makes the current stream wait."""
-        self._memory.append(memory)
-        return self._communicator.allreduce([memory])
-
-    def settle(self, results: Iterable[torch.Tensor]) -> None:
-        """Blocks the host until the results are complete. Raises `ConnectionLost` after the timeout."""
-        event, seconds = accelerator.record_event(self._stream), _SHARE * self._timeout
-        if not accelerator.wait_on_host(event, seconds):
-            raise ConnectionLost(
-                f"{WAITED_FOR} (timed out)", f"{self.backend} has not ended a sum within {seconds:g} s", True
-            )
-        self._memory.clear()
-        stream = accelerator.current_stream(self.device)
-        for result in results:
-            accelerator.keep_for_stream(result, stream)
-
-    # -- the end -----------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Aborts the communicator, then frees memory."""
-        if self._communicator is not None and not abort_communicator(self._communicator):
-            _NEVER_REUSED.extend(self._memory)
-        self._communicator = None
-        self._memory.clear()
-
-
 class GradientReduction:
     """Sums the gradients of these parameters over replicas, once per call of `begin`."""
 
@@ -136,7 +55,7 @@ class GradientReduction:
     ):
         """`group`: of the replicas, used only here. `parameters`: in the same order on all. `sums`: None for gloo."""
         self._like = {key: (tensor.shape, tensor.dtype, tensor.device) for key, tensor in parameters.items()}
-        self._given: set[StageParameter] = set()
+        self._completed: set[StageParameter] = set()
         self.missing: frozenset[StageParameter] = frozenset()  # gradients for which `give_rest` has added zeros
         self._group: Any = group
         self._sums, self._device = sums, torch.device("cpu") if sums is None else sums.device
@@ -156,7 +75,7 @@ class GradientReduction:
 
     def begin(self) -> None:
         """Begins a sum on all replicas."""
-        self._given = set()
+        self._completed = set()
         self._missing = [len(bucket) for bucket in self._buckets]
         self._gradients.clear()
         self._begun.clear()
@@ -168,11 +87,8 @@ class GradientReduction:
         self._begun.clear()
 
     def give(self, key: StageParameter, gradient: torch.Tensor) -> None:
-        """Adds the gradient of one parameter in one stage; sends its bucket when it is full.
-
-        It is summed in the dtype of the parameter, as on replicas where the parameter has no gradient.
-        """
-        self._given.add(key)
+        """Adds the gradient of one parameter in one stage, in the dtype of the parameter; sends its bucket if full."""
+        self._completed.add(key)
         shape, dtype, _ = self._like[key]
         if gradient.shape != shape:
             raise InternalError(f"the gradient of {key} has shape {(*gradient.shape,)} and not shape {(*shape,)}")
@@ -194,11 +110,11 @@ class GradientReduction:
 
     def give_rest(self, gradients: Mapping[StageParameter, torch.Tensor]) -> None:
         """Adds the remaining gradients, and zeros for the missing ones."""
-        self.missing = frozenset(self._like.keys() - self._given - gradients.keys())
+        self.missing = frozenset(self._like.keys() - self._completed - gradients.keys())
         for key, (shape, dtype, _) in self._like.items():
             if key in self.missing:
                 self.give(key, torch.zeros(shape, dtype=dtype, device=self._device))
-            elif key not in self._given:
+            elif key not in self._completed:
                 self.give(key, gradients[key])
 
     def finish(self) -> dict[StageParameter, torch.Tensor]:

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from fxpipe._torch.tensor_data import replace_data
-from fxpipe.distributed.packet_link import FIRST_FREE_TAG
-from fxpipe.distributed.packets import Mailbox, PacketValue
+from fxpipe.distributed.packets import FIRST_FREE_TAG, Mailbox, PacketValue
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep
 from fxpipe.errors import StateError
@@ -35,7 +34,6 @@ class GivenMemory:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]):
-        """Skips tensors that have values."""
         self.tensors = list({id(tensor): tensor for tensor in tensors if not has_values(tensor)}.values())
         self._before = [tensor.detach() for tensor in self.tensors]
         for device in dict.fromkeys(map(device_of, self.tensors)):
@@ -98,27 +96,23 @@ class HeldTensors:
         self._stages = tuple((j, routes.rank(j), tuple(stage.attributes)) for j, stage in enumerate(first.stages))
         self._rest = (routes.rank(0),)
         self._holders = {name: tuple(ranks) for name, ranks in holders.items()}
-        self._names = tuple(dict.fromkeys((*self._holders, *names)))
+        self.names = tuple(dict.fromkeys((*self._holders, *names)))
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Returns the ranks that hold a tensor, its home first."""
         return self._holders.get(name, self._rest)
 
     def names_of(self, rank: int) -> tuple[str, ...]:
-        return tuple(name for name in self._names if rank in self.holders(name))
+        return tuple(name for name in self.names if rank in self.holders(name))
 
     def used_by_stages(self, rank: int) -> tuple[StageSum, ...]:
         """Returns the tensors that the stages of a rank use in the first graph, the last stage first."""
         return tuple((name, j) for j, at, names in reversed(self._stages) if at == rank for name in names)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return self._names
-
-    @property
     def shared(self) -> tuple[str, ...]:
         """The names of tensors that several ranks hold."""
-        return tuple(name for name in self._names if len(self.holders(name)) > 1)
+        return tuple(name for name in self.names if len(self.holders(name)) > 1)
 
     def transfers(self, programs: Sequence[Program], routes: RelayRoutes) -> TensorTransfers:
         """Computes the transfers in a step of these programs; each micro-batch runs one of them."""
@@ -199,10 +193,9 @@ class TensorExchange:
                 received |= dict(zip(pairs[source, target], (one.value for one in values), strict=True))
         return received
 
-    @torch.no_grad()
     def borrow(self) -> None:
         """Sends values of tensors to ranks that use them and do not hold them."""
-        self.write(self._swap(0, "the parameters that it holds", self._transfers.borrowed, self._detached))
+        self._move(0, "the parameters that it holds", self._transfers.borrowed)
 
     def sum_gradients(self, step: RankStep) -> None:
         """Adds to a step the gradient sums of stages on other ranks, for tensors that this rank holds."""
@@ -216,21 +209,15 @@ class TensorExchange:
             if value is not None:
                 step.totals[j].sums[name] = value
 
-    @torch.no_grad()
     def spread_changes(self) -> None:
         """Sends changed buffers to their holders."""
-        self.write(self._swap(2, "the buffers that it has changed", self._transfers.changed, self._detached))
+        self._move(2, "the buffers that it has changed", self._transfers.changed)
 
-    @torch.no_grad()
-    def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, value in values.items():
+    def _move(self, kind: int, what: str, pairs: Mapping[tuple[int, int], tuple[str, ...]]) -> None:
+        for name, value in self._swap(kind, what, pairs, lambda name: self._tensors.get(name).detach()).items():
             write_tensor(self._tensors, name, value)
 
-    def _detached(self, name: str) -> torch.Tensor:
-        return self._tensors.get(name).detach()
 
-
-@torch.no_grad()
 def share_buffers(group: RankGroup, tensors: ModelTensors, names: Iterable[str]) -> None:
     """Writes the buffers that forward has changed on the first replica into the models of all replicas."""
     own = {name: tensors.get(name).detach().cpu() for name in names} if group.replica == 0 else {}
@@ -240,6 +227,7 @@ def share_buffers(group: RankGroup, tensors: ModelTensors, names: Iterable[str])
             write_tensor(tensors, name, value.to(group.device))
 
 
+@torch.no_grad()
 def write_tensor(tensors: ModelTensors, name: str, value: torch.Tensor) -> None:
     target = tensors.get(name)
     if target.shape == value.shape and target.dtype == value.dtype:

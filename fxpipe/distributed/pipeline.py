@@ -19,7 +19,7 @@ from fxpipe.distributed.agreement import check_agreement, model_fields
 from fxpipe.distributed.held_tensors import GivenMemory
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_state import EVALUATION, RankState
-from fxpipe.distributed.rank_train_stream import RankStreamLoop, RankTrainStream
+from fxpipe.distributed.rank_stream import RankStreamLoop, RankTrainStream
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_module import Pipeline

@@ -17,8 +17,7 @@ from torch import nn
 
 from fxpipe.distributed.gradient_reduction import GradientReduction
 from fxpipe.distributed.held_tensors import RankProgram, TensorExchange, TensorTransfers, share_buffers
-from fxpipe.distributed.packet_link import PacketLink, order_of_step
-from fxpipe.distributed.packets import MAX_KEYS, Layout, Mailbox
+from fxpipe.distributed.packets import MAX_KEYS, Layout, Mailbox, PacketLink, order_of_step
 from fxpipe.distributed.rank_gradients import RankGradients
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankExchange, RankStep
@@ -171,11 +170,8 @@ class RankEngine(Engine):
         exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
         exchange.borrow()
         step = self._run_row(inputs, schedule, mailbox, inputs.seed)
-        last = program.last
-        outputs: list[Any] = []
-        if self.group.rank == last:
-            outputs, _ = gathered_results(step)
-        count = len(program.program.outputs)
+        last, count = program.last, len(program.program.outputs)
+        outputs = gathered_results(step)[0] if self.group.rank == last else []
         more = self._from_last(inputs, [outputs[count:]])
         output = program.output(outputs[:count]) if self.group.rank == last else None
         if to_all:
@@ -194,10 +190,7 @@ class RankEngine(Engine):
     def train_ranks(
         self, inputs: RankInputs, schedule: Schedule, call: LossCall, to_all: bool
     ) -> tuple[torch.Tensor, Any]:
-        """Runs a step and adds its gradients to `.grad` on this rank; returns the loss, and outputs or None.
-
-        `to_all`: all ranks get the outputs.
-        """
+        """Runs a step and adds its gradients to `.grad` on this rank; returns the loss, and outputs or None."""
         program, m = inputs.union, schedule.micro_batches
         last = program.last
         is_last = self.group.rank == last
@@ -293,10 +286,9 @@ class RankEngine(Engine):
             raise LossError(f"{what}, and replicas of the pipe do not gather them: train with one replica")
 
     def _loss_scale(self, scaler: torch.amp.GradScaler | None) -> float | None:
-        """Returns the scale of the loss. The first call of `scale` initializes a scaler."""
         if scaler is None:
             return None
-        scaler.scale(torch.zeros((), device=self.group.device))
+        scaler.scale(torch.zeros((), device=self.group.device))  # the first call initializes a scaler
         return float(scaler.get_scale())
 
     def changed_here(self, inputs: RankInputs) -> list[str]:
@@ -314,7 +306,7 @@ class RankEngine(Engine):
             share_buffers(self.group, tensors, self.changed_here(inputs))
 
     def losses_of(self, inputs: RankInputs, part: ReplicaPart, call: LossCall, is_verified: bool) -> MicroBatchLosses:
-        """Returns the losses of this replica's micro-batches, on the rank of the last stage."""
+        """Returns the losses of this replica's micro-batches."""
         known = map_tensor_leaves(lambda t: t.to(self.group.device), dict(part.known or {}))
         losses = self.with_names(losses_of(inputs, call, is_verified, known))
         losses.portion, losses.unit = part.portion, self.replicas.unit(part)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from fxpipe._torch.autograd import has_gradient_hooks, leaves_below
-from fxpipe.distributed.gradient_reduction import WAITED_FOR, GradientReduction, StageParameter
+from fxpipe.distributed.device_transfers import WAITED_FOR
+from fxpipe.distributed.gradient_reduction import GradientReduction, StageParameter
 from fxpipe.distributed.held_tensors import RankProgram
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep

@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe._torch.process_groups import PrefixStore, ProcessGroupGloo, Store
 from fxpipe.distributed.connection import Connection
-from fxpipe.distributed.device_transfers import DeviceTransfers, device_backend
+from fxpipe.distributed.device_transfers import DeviceSums, DeviceTransfers, device_backend
 from fxpipe.distributed.failures import ConnectionLost, FailureBoard, FailureReport, error_text, meet_ranks
-from fxpipe.distributed.gradient_reduction import DeviceSums
 from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError, InternalError
 from fxpipe.utils import accelerator
 from fxpipe.utils.units import with_article
@@ -30,10 +29,7 @@ _pipes_of: Counter[str] = Counter()  # by process group, the number of pipes tha
 
 
 def process_group_of(argument: str, devices: DeviceMesh | dist.ProcessGroup) -> tuple[dist.ProcessGroup, str]:
-    """Returns the process group and device type of an argument.
-
-    Raises `ArgumentError` if a mesh has several dimensions, or this process is not in the mesh or group.
-    """
+    """Returns the process group and device type of an argument; raises `ArgumentError` for a process outside of it."""
     if isinstance(devices, DeviceMesh):
         if devices.ndim != 1:
             raise ArgumentError(
@@ -194,10 +190,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[Connection]:
-        """Runs a block on all ranks. If it fails on one rank, all raise, and the next block reconnects.
-
-        Raises `DistributedError` if it has failed on another rank, or a process has ended.
-        """
+        """Runs a block on all ranks. If it fails on one, all raise (others `DistributedError`); the next reconnects."""
         connection, lost = self._connect(), None
         self.doing = ""
         try:
@@ -274,8 +267,7 @@ class RankGroup:
             return
         self._replicas = Connection(PrefixStore("gloo", store), self.replica, self.replica_count, self.timeout)
         self._connect_device_sums(self.data_group, PrefixStore("devices", store))
-        # One board for all: on the store of the world, under a name derived from all ranks. The token separates it from
-        # keys that ended processes have left in the store.
+        # One board for all, on the store of the world; the token separates it from keys of ended processes.
         own = (dist.get_rank(), uuid.uuid4().hex, self.device_sums is not None)
         ranks = self.everybody(own, "the ranks of all replicas")
         self.any_device_sums = any(has_sums for of_replica in ranks for *_, has_sums in of_replica)

@@ -94,7 +94,7 @@ class RankState(PipelineState):
         return self.settings.placement[-1]
 
     def own_names(self) -> tuple[str, ...]:
-        """Returns the names of the tensors that this rank holds. Raises `StateError` if there is no plan yet."""
+        """Returns the names of the tensors that this rank holds."""
         if self.held is None:
             raise StateError(
                 "the pipe has no plan yet, so nobody knows which parameters this rank has: give example_args to "
@@ -221,7 +221,7 @@ class RankState(PipelineState):
         return targets
 
     def inputs_of(self, job: Job, calls: Sequence[ModelCall] | None) -> RankInputs:
-        """Returns the inputs of a step; only the leader has the leaves."""
+        """Returns the inputs of a step; only the leader has leaves."""
         sizes, is_handed_over = job.inputs.sizes, job.is_handed_over
         if self.group.rank == self.leader:
             leaves = [flatten((one.args, one.kwargs))[0] for one in calls or ()]
@@ -276,7 +276,7 @@ class RankState(PipelineState):
         return Job(call, self._mode(), seed, is_handed_over, numbers=of_bounds, inputs=inputs)
 
     def _mode(self) -> str:
-        """Returns a digest of the modes of the modules and of this thread, equal in all processes with these modes."""
+        """Returns a digest of the modes of the modules and of this thread."""
         flags = "".join("t" if module.training else "e" for module in all_modules(self.model))
         return hashlib.sha256(f"{flags} {ThreadState.now()}".encode()).hexdigest()[:16]
 

@@ -1,7 +1,7 @@
 """One step with the stages, values and gradients of this rank only.
 
 Actions run as in the one-process step (`runtime.step`). An arriving value is entered for all stages of this rank
-and for the cuts that it still has to cross. `packet_link` sends and receives packets.
+and for the cuts that it still has to cross. `packets` sends and receives.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 
 from fxpipe._torch.autograd import takes_gradient
 from fxpipe.distributed.gradient_reduction import GradientReduction
-from fxpipe.distributed.packet_link import PacketLink, cut_of
-from fxpipe.distributed.packets import PacketValue
+from fxpipe.distributed.packets import PacketLink, PacketValue, cut_of
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import PIPE_INPUT, ValueKey
@@ -30,7 +29,7 @@ class RankExchange(Exchange):
     """The values and gradients of one step on this rank."""
 
     def __init__(self, *arguments: Any, routes: Sequence[RelayRoutes], rank: int):
-        """`inputs`: without the first stage, placeholders instead of tensors. `routes`: by micro-batch."""
+        """`routes`: by micro-batch."""
         self._routes, self._rank = routes, rank
         # By micro-batch and value, the cuts that it crosses from this rank on; by cut, the values to send.
         cuts_of = {id(one): _cuts_of(one, rank) for one in routes}
@@ -43,12 +42,11 @@ class RankExchange(Exchange):
         return self._routes[0].is_here(stage, self._rank)  # equal for all micro-batches
 
     def _enter(self, name: str, i: int, part: Any, wants: bool) -> None:
-        if not self._is_here(0):
-            return
-        part = part.detach() if isinstance(part, torch.Tensor) else part
-        self._arrived((PIPE_INPUT, name), i, part, wants)
-        if wants:
-            self._parts[name, i] = part
+        if self._is_here(0):  # else parts are placeholders
+            part = part.detach() if isinstance(part, torch.Tensor) else part
+            self._arrived((PIPE_INPUT, name), i, part, wants)
+            if wants:
+                self._parts[name, i] = part
 
     def _arrived(self, key: ValueKey, i: int, value: Any, requires_grad: bool) -> None:
         """Enters a value for the stages of this rank that use it, and for the cuts that it crosses."""

@@ -1,8 +1,8 @@
 """The replicas of a pipe in one step: the part of each in the union of mini-batches, and the total loss and gradients.
 
-A step processes the *union*: one mini-batch that concatenates the mini-batches of all replicas. The replicas exchange
-their numbers of samples first, so each sample has equal weight. Micro-batches are numbered over all replicas; random
-numbers depend on these numbers.
+A step processes the *union*: one mini-batch that concatenates the mini-batches of all replicas. They exchange their
+numbers of samples first, so each sample has equal weight. Micro-batches, and random numbers with them, are numbered
+over all replicas.
 
 Gradients are summed over replicas. Within `no_sync()` they stay on their replica, and with n replicas `.grad` has n
 times its part, as with `DistributedDataParallel`; the next call without `no_sync()` adds it to its sum. Some gradients
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from fxpipe.distributed.connection import content_of
-from fxpipe.distributed.gradient_reduction import WAITED_FOR, GradientReduction, StageParameter
+from fxpipe.distributed.device_transfers import WAITED_FOR
+from fxpipe.distributed.gradient_reduction import GradientReduction, StageParameter
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import LossError, StateError
 from fxpipe.runtime.loss_audit import LossEvidence
@@ -170,14 +171,9 @@ def check_scales(reports: Sequence[Sequence[StepReport]]) -> None:
 
 def loss_of_replica(losses: MicroBatchLosses) -> ReplicaLoss:
     """Returns the loss as a message to other replicas. Raises `LossError` if it does not require grad."""
-    loss = losses.total().cpu()
-    if not losses.returns_weights:
-        return ReplicaLoss(loss)
-    total, weight, unit = (
-        value.cpu() if isinstance(value, torch.Tensor) else value
-        for value in (losses.sum_of_totals, losses.weight, losses.unit)
-    )
-    return ReplicaLoss(total, weight, unit)
+    loss = losses.total()
+    values = (losses.sum_of_totals, losses.weight, losses.unit) if losses.returns_weights else (loss,)
+    return ReplicaLoss(*(value.cpu() if isinstance(value, torch.Tensor) else value for value in values))
 
 
 def loss_of_union(losses: Sequence[ReplicaLoss], part: ReplicaPart, reduction: str) -> tuple[torch.Tensor, Any]:
@@ -196,17 +192,6 @@ def loss_of_union(losses: Sequence[ReplicaLoss], part: ReplicaPart, reduction: s
 
 def weight_of_union(losses: Sequence[ReplicaLoss]) -> Any:
     return sum((loss.weight for loss in losses[1:]), losses[0].weight)
-
-
-def unit_of_samples(batch: int) -> float:
-    """Returns the unit of losses that are pairs while no weights are known."""
-    return 2.0 ** -(batch - 1).bit_length()
-
-
-def unit_of_union(losses: Sequence[ReplicaLoss]) -> float:
-    """Returns the unit of losses that are pairs for the next step: a power of two near 1 / sum of all weights."""
-    weight = float(abs(weight_of_union(losses)))
-    return 2.0 ** -math.ceil(math.log2(min(max(weight, 1.0), LARGEST_UNIT)))
 
 
 class Replicas:
@@ -298,9 +283,10 @@ class Replicas:
             self._reduced = reduced
 
     def unit(self, part: ReplicaPart) -> float | None:
+        """Returns the unit of losses that are pairs; of the number of samples, while no weights are known."""
         if self.count == 1:
             return None
-        return unit_of_samples(part.batch) if self._unit is None else self._unit
+        return 2.0 ** -(part.batch - 1).bit_length() if self._unit is None else self._unit
 
     @property
     def sums_gradients(self) -> bool:
@@ -316,11 +302,13 @@ class Replicas:
     # -- after the rows ----------------------------------------------------------------------------------------------
 
     def note_unit(self, losses: Sequence[ReplicaLoss]) -> None:
+        """Sets the unit of the next step: a power of two near 1 / sum of all weights."""
         if losses[0].weight is not None:
-            self._unit = unit_of_union(losses)
+            weight = min(max(float(abs(weight_of_union(losses))), 1.0), LARGEST_UNIT)
+            self._unit = 2.0 ** -math.ceil(math.log2(weight))
 
     def give_rest(self, gradients: dict[StageParameter, torch.Tensor]) -> GradientReport:
-        """Gives the reduction those of the complete gradients that it sums, and removes them."""
+        """Gives the reduction the complete gradients that it sums, and removes these."""
         reduction = self._reduction
         assert reduction is not None
         late = frozenset(key for key in gradients if not reduction.has(key))

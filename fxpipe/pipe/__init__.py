@@ -3,5 +3,5 @@
 `pipeline_module` (the module), `pipeline_class` (its class, derived from the model's), `pipeline_state` (its engine and
 parameters), `programs` (which program a step runs: found, or recorded and bound to devices),
 `model_calls` (parsing of mini-batches and micro-batches), `train_stream` (loops without a flush), `parameter_groups`
-and `optimizer_state` (optimizers of models whose stages move), `verification` (`fxpipe.verify`).
+(of optimizers), `verification` (`fxpipe.verify`).
 """

@@ -39,13 +39,7 @@ class ModelCall:
 
 
 def parse_micro_batches(micro_batches: Any) -> list[ModelCall]:
-    """Parses all micro-batches of a step.
-
-    Raises:
-        ArgumentError: there are none, or too many, or only some have a target.
-        ArgumentTypeError: the argument is not an iterable of micro-batches.
-        Exception: an exception of the iterable.
-    """
+    """Parses all micro-batches of a step. Raises `ArgumentError` for none, too many, or only some with a target."""
     if isinstance(micro_batches, (torch.Tensor, Mapping, str)) or not isinstance(micro_batches, Iterable):
         raise ArgumentTypeError(
             f"micro_batches is {with_article(micro_batches)}; expected an iterable of micro-batches, each {FORMS}"
@@ -91,11 +85,7 @@ def refuse_written(versions: Iterable[tuple[torch.Tensor, int]], what: str, read
 
 
 def parse_call(item: Any, what: str) -> ModelCall:
-    """Parses one call. `what`: its name in messages, such as "micro-batch 3".
-
-    Raises:
-        ArgumentTypeError: it has none of the forms.
-    """
+    """Parses one call. `what`: its name in messages, such as "micro-batch 3"."""
     if isinstance(item, (torch.Tensor, Mapping)):
         return _call_of(item, None, what)
     if type(item) in (tuple, list) and len(item) == 2:

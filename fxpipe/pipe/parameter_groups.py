@@ -39,12 +39,7 @@ class NamedParameters:
 
 
 def make_parameter_groups(asked: ParameterGroups, named: NamedParameters) -> list[dict[str, Any]]:
-    """Returns groups for torch's optimizers, with the parameters of a model instead of names.
-
-    Raises:
-        ArgumentError: a name matches nothing, parameters are in no group, or a tied weight would be in two.
-        ArgumentTypeError: `asked` has none of the forms.
-    """
+    """Returns groups for torch's optimizers, with the parameters of a model instead of names."""
     if asked is None:
         return [{"params": [*named.tensors.values()]}]
     if callable(asked):
@@ -88,9 +83,6 @@ def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int], he
     Args:
         taken: identities of the parameters in other groups.
         held: identities of the parameters in this process. Other processes have optimizers with the same groups.
-
-    Raises:
-        ArgumentError: a name matches nothing, a parameter occurs twice, or a tensor is not the model's.
     """
     group = _as_group("param_group", asked)
     patterns = _patterns_of("param_group", group)
@@ -150,19 +142,13 @@ def _choose_by_name(
         matching = (k for k, of_group in enumerate(patterns) if any(fnmatch.fnmatchcase(name, one) for one in of_group))
         return next((f"group {k}" for k in matching), None)
 
-    members: dict[str | None, list[int]] = {}
-    for key in named.tensors:
-        members.setdefault(_same_for_all_names(group_of, key, named), []).append(key)
-    chosen = [[named.tensors[key] for key in members.get(f"group {k}", ())] for k in range(len(patterns))]
-    return chosen, [named.names[key][0] for key in members.get(None, ())]
+    group = {key: _same_for_all_names(group_of, key, named) for key in named.tensors}
+    chosen = [[p for key, p in named.tensors.items() if group[key] == f"group {k}"] for k in range(len(patterns))]
+    return chosen, [named.names[key][0] for key in group if group[key] is None]
 
 
 def _same_for_all_names(choose: Callable[[str, nn.Parameter], Any], key: int, named: NamedParameters) -> Any:
-    """Returns the choice for a parameter, which must be the same for all of its names.
-
-    Raises:
-        ArgumentError: the choices differ.
-    """
+    """Returns the choice for a parameter, in which all of its names must agree."""
     first, *others = named.names[key]
     chosen = choose(first, named.tensors[key])
     for name in others:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -11,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.errors import StateError
 from fxpipe.pipe.model_calls import ModelCall, parse_micro_batches
-from fxpipe.pipe.optimizer_state import OptimizerStateMover
 from fxpipe.pipe.programs import Programs
 from fxpipe.planning.dynamic_plan import plan_with_dynamic_sizes
 from fxpipe.planning.entry import prepare
@@ -99,11 +100,7 @@ class PipelineState(Programs):
         return names_without_values(self.model)
 
     def device_of(self, name: str) -> torch.device:
-        """Returns the device of the first stage that uses a tensor without values; the device of stage 0 if none does.
-
-        Raises:
-            StateError: there is no plan yet.
-        """
+        """Returns the device of the first stage that uses a tensor without values, or else of stage 0."""
         if self.plan is None:
             raise StateError(
                 "the pipe has no plan yet, so nobody knows which device a parameter goes to: give example_args to "
@@ -128,10 +125,7 @@ class PipelineState(Programs):
         return self._sized[2]
 
     def warn_of_drop_in_memory(self, micro_batches: int, batch: int, is_call: bool = True) -> None:
-        """Warns once if all F before all B exceed the memory limit that the plan meets for another schedule.
-
-        `is_call`: a call and its backward run so; else a step whose loss needs all samples.
-        """
+        """Warns once if all F before all B exceed the memory limit that the plan meets for another schedule."""
         plan = self.plan
         if self._has_drop_in or plan is None or self.settings.schedule == DROP_IN_SCHEDULE:
             return
@@ -183,10 +177,7 @@ class PipelineState(Programs):
         return [device for device in dict.fromkeys(self.settings.row_devices) if device.type != "cpu"]
 
     def keep_on_stages(self, device: torch.device) -> None:
-        """Leaves the model on the devices of its stages, although a trainer moves it to `device`; warns once.
-
-        Optimizer state that the trainer moves to `device` follows the parameters.
-        """
+        """Leaves the model on its stages' devices, although a trainer moves it and optimizer state to `device`."""
         for name, _ in self.model.named_parameters(remove_duplicate=False):
             self.optimizer_states.note_move(name, device)
         devices = ", ".join(map(str, self.settings.row_devices))
@@ -241,12 +232,8 @@ class PipelineState(Programs):
     ) -> tuple[torch.Tensor, Any, bool]:
         """Runs a step of `forward_backward`.
 
-        Args:
-            calls: a mini-batch, or micro-batches; None if this process does not need them.
-            is_handed_over: `calls` are micro-batches.
-
-        Returns:
-            The loss, the outputs or None, and whether the optimizer has updated the stages within the step.
+        `calls`: a mini-batch, or micro-batches (`is_handed_over`); None if this process does not need them.
+        Returns the loss, the outputs or None, and whether the optimizer has updated the stages within the step.
         """
         assert calls is not None
         given_inputs = self.find(calls, is_handed_over)
@@ -283,9 +270,6 @@ class PipelineState(Programs):
         """Groups an optimizer's parameters by the stage that updates them, in order of the stages.
 
         Called before updates begin: the optimizer's state follows parameters that the pipe has moved.
-
-        Raises:
-            StateError: the optimizer cannot be stepped stage by stage.
         """
         groups: dict[int, list[torch.Tensor]] = {}
         for parameter in optimizer.parameters():
@@ -353,3 +337,64 @@ class PipelineState(Programs):
             settings.placement,
             settings.replicas,
         )
+
+
+class OptimizerStateMover:
+    """Moves the optimizer state of a model's parameters that a pipe has moved."""
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+        self._devices_before: dict[str, set[torch.device]] = {}  # by name of a moved parameter
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers handled since the last move
+        self._hook: Any = None
+
+    def note_move(self, name: str, before: torch.device) -> None:
+        """Records that a tensor of the model was moved from the device `before`."""
+        self._devices_before.setdefault(name, set()).add(before)
+        self._seen.clear()
+        model = self._model()
+        if self._hook is None and model is not None:
+            self._hook = register_optimizer_step_pre_hook(self._before_step)
+            weakref.finalize(model, self._hook.remove)
+
+    def close(self) -> None:
+        """Removes the hook; if there are gradients, so that a step may follow, not before the model is freed."""
+        if self._hook is not None and all(parameter.grad is None for parameter, _ in self._moved().values()):
+            self._hook.remove()
+            self._hook = None
+
+    def _moved(self) -> dict[int, tuple[nn.Parameter, set[torch.device]]]:
+        """Returns the moved parameters, by identity, with their earlier devices."""
+        model = self._model()
+        named = () if model is None else model.named_parameters(remove_duplicate=False)
+        return {id(p): (p, self._devices_before[name]) for name, p in named if name in self._devices_before}
+
+    def follow(self, optimizer: Any) -> None:
+        """Moves the state of an optimizer to the current devices of its parameters, before it updates them."""
+        if optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        moved = self._moved()
+        for group in optimizer.param_groups:
+            is_step_on_device = group.get("capturable") or group.get("fused")
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter)
+                if id(parameter) in moved and isinstance(state, dict):
+                    _, before = moved[id(parameter)]
+                    for key, value in state.items():
+                        if key != "step" or is_step_on_device:
+                            state[key] = _follow(value, before, parameter.device)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.follow(optimizer)
+
+
+def _follow(value: Any, before: set[torch.device], device: torch.device) -> Any:
+    """Moves the tensors of a value from the earlier devices of a parameter to its current device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if value.device in before else value
+    if isinstance(value, Mapping):
+        return {key: _follow(item, before, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_follow(item, before, device) for item in value)
+    return value

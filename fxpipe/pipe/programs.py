@@ -138,10 +138,7 @@ class GraphCache(list[CachedGraph]):
         return [graph.traced for graph in self if graph.traced.key == key]
 
     def size_conclusions(self, traced: Traced) -> list[str]:
-        """Lists the lines at which forward concludes something else from the sizes of other graphs.
-
-        Only of graphs that differ in sizes alone: each fits the sizes with the same conclusions.
-        """
+        """Lists the lines at which forward concludes something else from the sizes of graphs that differ in these."""
         lines: dict[str, None] = {}
         for other in self._of_key(traced.key):
             lengths = traced.dynamic.lengths_of(other.leaves) if other is not traced else None
@@ -255,12 +252,9 @@ class Programs:
     def find(
         self, calls: Sequence[ModelCall], is_handed_over: bool = False, in_one: bool = True, seed: int | None = None
     ) -> GivenInputs:
-        """Returns the inputs of a step with their programs; records missing graphs.
+        """Returns the inputs of a step, one mini-batch or micro-batches, with their programs; records missing graphs.
 
-        Args:
-            calls: one mini-batch, or the micro-batches.
-            in_one: forward and backward run in one step.
-            seed: of the step; by default the next one of torch's generator.
+        `in_one`: forward and backward run in one step. `seed`: of the step; None: the next one of torch's generator.
         """
         seed, graphs = peek_seed() if seed is None else seed, list[CachedGraph]()
         while isinstance(result := self.look_up(calls, is_handed_over, in_one, seed, graphs), MissingGraph):
@@ -270,8 +264,7 @@ class Programs:
     def find_known(self, call: ModelCall, seed: int) -> GivenInputs | None:
         """Finds the graph of a mini-batch without reading the weights, which stages may be updating.
 
-        Returns:
-            None if there is no such graph yet, or if it must be compared with the model first.
+        Returns None if there is no such graph yet, or if it must be compared with the model first.
         """
         result = self.look_up([call], False, True, seed, [], may_compare=False)
         return None if isinstance(result, MissingGraph) else result
@@ -285,11 +278,9 @@ class Programs:
         graphs: list[CachedGraph],
         may_compare: bool = True,
     ) -> GivenInputs | MissingGraph:
-        """Returns the inputs of a step, or the first call without a graph.
+        """Returns the inputs of a step, or the first call without a graph. Appends to `graphs`, of the first calls.
 
-        Args:
-            graphs: of the first calls, to which this appends.
-            may_compare: graph and model may be compared, which reads the weights.
+        `may_compare`: graph and model may be compared, which reads the weights.
         """
         count = len(calls) if is_handed_over else None
         inputs = self._graph_inputs(calls, seed)
@@ -342,12 +333,7 @@ class Programs:
         return not inputs.are_far_from(traced) or (may_compare and holds_for_lengths(traced, call.args, call.kwargs))
 
     def _graph_inputs(self, calls: Sequence[ModelCall], seed: int) -> list[GraphInputs]:
-        """Flattens the inputs of a step.
-
-        Raises:
-            StateError: the pipe is closed.
-            ArgumentError: inputs have no values.
-        """
+        """Flattens the inputs of a step; raises if the pipe is closed, or inputs have no values."""
         self.check_open()
         flags, checked, inputs = module_flags(self.model), dict[int, tuple[Traced, bool]](), []
         for call in calls:

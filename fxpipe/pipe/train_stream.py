@@ -37,7 +37,7 @@ class TrainStream(Iterator[torch.Tensor]):
     """The losses of a stream, one for each mini-batch, in order. Created by `pipe.train_stream`.
 
     A context manager, which closes it. It also closes when the last reference is dropped, for example after a `break`:
-    the running stream refers to the loop only, not to this object.
+    the running stream refers to the loop only.
     """
 
     def __init__(self, loop: StreamLoop):
@@ -275,11 +275,7 @@ def parse_batches(batches: Any) -> Iterable[Any]:
 
 
 def stream_policy(schedule: Any, vertical_sync: bool) -> WeightPolicy:
-    """Returns the policy for the versions of weights.
-
-    Raises:
-        ArgumentError: the schedule is not for streams, or has no such option.
-    """
+    """Returns the policy for the versions of weights; raises if the schedule is not for streams."""
     policy = STREAM_POLICIES.get(schedule) if isinstance(schedule, str) else None
     if policy is None:
         names = " or ".join(f"schedule={name!r}" for name in STREAM_POLICIES)

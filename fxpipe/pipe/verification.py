@@ -524,13 +524,7 @@ def _gradients_moved_by_rounding(unit: float) -> Iterator[None]:
 
 
 def compare(want: Values, have: Values, moved: Values) -> tuple[Difference, ...]:
-    """Compares the values of two steps by name.
-
-    Args:
-        want: values of the plain model.
-        have: values of the pipe.
-        moved: values of the plain model with weights, inputs and gradients moved by one unit of rounding.
-    """
+    """Compares two steps by name. `moved`: the plain model's values if its inputs and weights are moved by rounding."""
     names = [*want, *(name for name in have if name not in want)]
     return tuple(
         _difference(name, want.get(name, _MISSING), have.get(name, _MISSING), moved.get(name)) for name in names

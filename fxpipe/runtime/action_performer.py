@@ -57,12 +57,7 @@ class ActionPerformer(ABC):
         context: CallerContext,
         stage_devices: Sequence[Sequence[torch.device]] = (),
     ):
-        """
-        Args:
-            devices: by stage.
-            context: of the caller.
-            stage_devices: by stage, the devices of its replicas; empty: each stage has one.
-        """
+        """`devices`: by stage. `stage_devices`: by stage, of its replicas; empty: each stage has one."""
         self.devices, self.transport = tuple(devices), transport
         self.stage_devices = tuple(map(tuple, stage_devices)) or tuple((device,) for device in devices)
         self.every_device = [device for own in self.stage_devices for device in own]

@@ -68,10 +68,7 @@ class BoundProgram:
         return tuple(tuple(one.device for one in self.replicas_of(j)) for j in range(len(self.devices)))
 
     def with_turns_from(self, micro_batch: int) -> BoundProgram:
-        """Returns the program with the replicas of each stage in the order of their turns from this micro-batch on.
-
-        The parameters stay on their devices.
-        """
+        """Returns the program with the replicas of each stage in the order of their turns from this micro-batch on."""
         if not self.replicas:
             return self
         turns = ((own, replica_of(micro_batch, len(own))) for own in self.replicas)
@@ -79,10 +76,7 @@ class BoundProgram:
 
     @property
     def results(self) -> list[tuple[ReceivedValue | ConstantOutput, int | str | None]]:
-        """The results of micro-batches, each with the way in which its parts are combined.
-
-        Outputs and pieces, then the inputs that forward writes to, then the attributes that it sets.
-        """
+        """Outputs and pieces, inputs that forward writes to, attributes that it sets; and how parts are combined."""
         outputs = zip(self.program.outputs, self.out_dims, strict=True)
         written = ((value, self.in_dims[place]) for place, value in self.program.written_inputs.items())
         return [

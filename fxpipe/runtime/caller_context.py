@@ -66,11 +66,7 @@ class CallerContext:
 
     @classmethod
     def now(cls) -> CallerContext:
-        """Returns the context of this thread.
-
-        Raises:
-            StateError: a pipe cannot run here.
-        """
+        """Returns the context of this thread; raises if a pipe cannot run here."""
         _refuse_transforms()
         stack = current_function_modes()
         functions = tuple(mode for mode in stack if not isinstance(mode, DeviceContext))
@@ -109,11 +105,10 @@ class CallerContext:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
             # Push modes without entering them: they have been entered, and some start again each time.
             if self.has_device and device.type != "cpu":
-                stack.enter_context(_on_function_stack(DeviceContext(device)))
-            for function in self.functions:
-                stack.enter_context(_on_function_stack(function))
-            for dispatch in self.dispatch_modes:
-                stack.enter_context(_on_dispatch_stack(dispatch))
+                _push(stack, DeviceContext(device))
+            modes: tuple[TorchFunctionMode | TorchDispatchMode, ...] = (*self.functions, *self.dispatch_modes)
+            for mode in modes:
+                _push(stack, mode)
             yield
 
     def suspended(self) -> AbstractContextManager[Any]:
@@ -135,26 +130,18 @@ def _modes_suspended() -> Iterator[None]:
         with ExitStack() as device:
             for mode in modes:
                 if isinstance(mode, DeviceContext):
-                    device.enter_context(_on_function_stack(mode))
+                    _push(device, mode)
             yield
 
 
-@contextmanager
-def _on_function_stack(mode: TorchFunctionMode) -> Iterator[None]:
-    push_function_mode(mode)
-    try:
-        yield
-    finally:
-        pop_function_mode()
-
-
-@contextmanager
-def _on_dispatch_stack(mode: TorchDispatchMode) -> Iterator[None]:
-    push_dispatch_mode(mode)
-    try:
-        yield
-    finally:
-        pop_dispatch_mode()
+def _push(stack: ExitStack, mode: TorchFunctionMode | TorchDispatchMode) -> None:
+    """Makes a mode the innermost one, until the end of `stack`."""
+    if isinstance(mode, TorchFunctionMode):
+        push_function_mode(mode)
+        stack.callback(pop_function_mode)
+    else:
+        push_dispatch_mode(mode)
+        stack.callback(pop_dispatch_mode)
 
 
 # -- contexts in which a pipe cannot run ----------------------------------------------------------------------------

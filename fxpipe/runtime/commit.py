@@ -177,10 +177,9 @@ def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> to
 
 @contextmanager
 def gradient_rollback(leaves: Sequence[torch.Tensor], is_certain: bool = False) -> Iterator[None]:
-    """A block that passes gradients to leaves; if it fails, their earlier gradients are restored.
+    """A block that passes gradients to leaves; if it fails, restores the earlier gradients of leaves with hooks.
 
-    Args:
-        is_certain: restore even if none of the leaves has a hook.
+    `is_certain`: restores them without hooks, too.
     """
     if not (is_certain or any(map(has_gradient_hooks, leaves))):
         yield

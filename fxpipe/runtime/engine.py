@@ -219,11 +219,7 @@ class Engine:
     ) -> None:
         """Runs the update of each stage in its worker, after a step.
 
-        Args:
-            updates: by stage, the function that U calls.
-            devices: by stage.
-            placement: the worker of each stage.
-            replicas: by worker, the number of replicas; empty: one each.
+        `updates`: by stage, the function that U calls. `replicas`: by worker, their number; empty: one each.
         """
         notes = self._last_notes
         step = UpdateStep(updates, devices, self._caller_context)
@@ -292,7 +288,7 @@ class Engine:
         Args:
             extra: leaves of the loss.
             named: the parameters that get gradients; None: all that are trained.
-            end: returns the gradients for these sums; None: the sums, divided.
+            end: makes gradients of the sums; None: divides them.
             running: a block around `backward`.
         """
         named = self._trained_parameters(step) if named is None else named
@@ -427,11 +423,7 @@ class Engine:
         self._run_rows(step, schedule, schedule.rows)
 
     def update_stage(self, steps: Sequence[Step], j: int, updates: OverlappedUpdates) -> None:
-        """Updates a stage in its worker with the mean gradients of some steps.
-
-        Args:
-            steps: steps of one program; in a stream, the steps of a round.
-        """
+        """Updates a stage in its worker with the mean gradients of steps of one program: in a stream, of a round."""
         for step in steps:
             _refuse_parameters_in_loss(step.loss, updates)
         own = {id(parameter) for parameter in updates.parameters.get(j, ())}
@@ -510,10 +502,7 @@ def losses_of(
     is_verified: bool = False,
     known: Mapping[int, Any] | None = None,
 ) -> MicroBatchLosses:
-    """Returns the losses of a step, not yet computed.
-
-    `known`: pieces of the mini-batch, by place, if this process does not have its leaves.
-    """
+    """Returns the losses of a step. `known`: pieces of the mini-batch, if this process does not have its leaves."""
     bound, target, shares = given_inputs.bound, given_inputs.targets, given_inputs.shares
     devices, home = bound.stage_devices[-1], bound.devices[-1]
     if given_inputs.is_handed_over:
@@ -555,9 +544,7 @@ def scatter_target(
 ) -> list[tuple[Any, ...]]:
     """Returns the target of each micro-batch, on the device of its loss: `()` or `(target,)`.
 
-    Args:
-        devices: of the replicas of the last stage.
-        rows: possible numbers of rows of a sample in the target.
+    `devices`: of the replicas of the last stage. `rows`: possible numbers of rows of a sample in the target.
     """
     leaves, spec = flatten(target)
     for leaf in leaves:

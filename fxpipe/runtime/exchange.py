@@ -39,11 +39,7 @@ class Exchange:
     """The values and gradients of one step between stages."""
 
     def __init__(self, inputs: StepInputs, transport: Transport, grad: bool, has_loss: bool = True):
-        """
-        Args:
-            grad: of the caller; without it inputs get no gradients.
-            has_loss: the last stage computes the loss; else outputs are sent to the device of its parameters.
-        """
+        """`has_loss`: the last stage computes the loss; else outputs are sent to the device of its parameters."""
         self.bounds, self.transport = inputs.bounds, transport
         stages = inputs.stage_devices
         # By micro-batch and user: the loss is on the device of the last stage.

@@ -96,8 +96,7 @@ def _worker_main(
 ) -> None:
     """Runs a worker. It holds only its arguments, so that threads do not keep a dropped pipe alive.
 
-    A job is (context, step, row), a queue to answer to, or None for the end. An exception that ends the thread is
-    appended to `ended`.
+    A job is (context, step, row), a queue to answer to, or None for the end. `ended`: exceptions that ended threads.
     """
     try:
         torch.set_num_threads(threads)

@@ -37,12 +37,7 @@ class LossEvidence:
     def of(cls, step: Step, history: LossHistory, is_verified: bool, is_asked: bool) -> tuple[LossEvidence, list[Any]]:
         """Returns the evidence of a step, and its gathered outputs, if they were kept.
 
-        Args:
-            is_verified: compare with the loss of all outputs.
-            is_asked: the caller needs the outputs.
-
-        Raises:
-            LossError: the loss of all outputs is another.
+        `is_verified`: compare with the loss of all outputs. `is_asked`: the caller needs the outputs.
         """
         stage, outputs = step.loss, list[Any]()
         assert stage is not None

@@ -224,13 +224,9 @@ class GatheredOutput:
 def verify_loss(
     losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tree: Callable[[list[Any]], Any]
 ) -> bool | None:
-    """Compares the losses of micro-batches with the loss of all gathered `outputs`. `tree` builds the model's output.
+    """Raises `LossError` if the losses of micro-batches do not add up to the loss of all gathered `outputs`.
 
-    Returns:
-        True if there was something to compare; None if random numbers make a difference.
-
-    Raises:
-        LossError: the loss of the mini-batch is not what the losses of micro-batches add up to.
+    `tree` builds the model's output. Returns True if there was something to compare; None if random numbers differ.
     """
     trained = [any(g is not None for g in output.gradients) for output in outputs]
     if any(is_trained and output.how == "stack" for output, is_trained in zip(outputs, trained, strict=True)):

@@ -195,13 +195,9 @@ class LossStage:
         return [gather(parts, how, self.shares, what) for parts, (how, what) in columns]
 
     def verify(self, outputs: Sequence[Any]) -> bool | None:
-        """Verifies that the losses of micro-batches add up to the loss of all gathered `outputs`.
+        """Raises `LossError` if the losses of micro-batches do not add up to the loss of all gathered `outputs`.
 
-        Returns:
-            True if it was compared; None if the loss draws random numbers.
-
-        Raises:
-            LossError: they do not add up.
+        Returns True if it was compared; None if the loss draws random numbers.
         """
         rows = [self._at_home(self.gradients.pop(i)) for i in sorted(self.gradients)]
         columns = zip(*rows, strict=True)

@@ -170,11 +170,7 @@ class MicroBatchLosses:
         return sum(values[1:], values[0])
 
     def total(self) -> torch.Tensor:
-        """Returns the loss of the mini-batch.
-
-        Raises:
-            LossError: the loss does not require grad.
-        """
+        """Returns the loss of the mini-batch. Raises `LossError` if it does not require grad."""
         if not self.has_gradient:
             raise LossError(
                 "the loss does not require grad: neither a parameter nor an input that requires grad leads to it; is "

@@ -77,11 +77,7 @@ def updated_running_statistics(
 
 
 def check_same_norm_calls(first: Sequence[BatchStatistics], other: Sequence[BatchStatistics]) -> None:
-    """Checks that two micro-batches have the same calls of batch norm. Opaque modules, or two graphs, may differ.
-
-    Raises:
-        StateError: the calls differ.
-    """
+    """Raises `StateError` if micro-batches call batch norm differently, as opaque modules or two graphs may."""
     if _norm_calls(first) != _norm_calls(other):
         raise StateError(
             "deferred_batch_norm=True, but batch norm runs otherwise for some micro-batches than for others (in a "
@@ -99,9 +95,7 @@ def merge_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges the statistics of parts, one in each row: returns mean and unbiased variance of all values, in float64.
 
-    Args:
-        counts: the number of values for each part and each group of columns.
-        widths: of the groups.
+    `counts`: the number of values for each part and each group of columns. `widths`: of the groups.
     """
     of_mean, within, between = _merge_weights(counts, widths, means.device)
     means = means.double()
@@ -222,9 +216,7 @@ class StageTotals:
     ) -> dict[str, torch.Tensor]:
         """Returns the buffers that change, after all micro-batches.
 
-        Args:
-            others: totals of the stage's other replicas; `self` has the last micro-batch.
-            bring: moves a tensor to the device of the first replica.
+        `others`: totals of the stage's other replicas. `bring`: moves a tensor to the device of the first one.
         """
         statistics = {i: calls for one in (self, *others) for i, calls in one._statistics.items()}
         ordered = [statistics[i] for i in sorted(statistics)]
@@ -351,11 +343,7 @@ class StageInstance:
     ) -> Sequence[torch.Tensor | None]:
         """Sums the gradients of parameters, except those that W computes, which go on the tape.
 
-        Args:
-            gradients: of `pending.roots`.
-
-        Returns:
-            The gradients of `pending.leaves`.
+        `gradients`: of `pending.roots`. Returns the gradients of `pending.leaves`.
         """
         roots, arrived = [], []
         for root, gradient in zip(pending.roots, gradients, strict=True):

@@ -56,11 +56,7 @@ class StagewiseOptimizer(ABC):
 
     @abstractmethod
     def begin_updates(self, in_stream: bool) -> None:
-        """Begins a step or a stream in which stages are updated while others run.
-
-        Raises:
-            StateError: a hook expects the gradients of all stages, or in a stream the weights of one step.
-        """
+        """Begins a step or a stream in which stages are updated while others run; raises if hooks expect all."""
 
     @abstractmethod
     def step_parameters(
@@ -90,12 +86,9 @@ class OverlappedUpdates:
         return {id(parameter) for of_stage in self.parameters.values() for parameter in of_stage}
 
     def step(self, stage: int, trained: Collection[torch.Tensor] = ()) -> None:
-        """Steps the parameters of a stage with their gradients, and drops the gradients, even on failure.
+        """Steps the parameters of a stage with their gradients, and drops these, even on failure.
 
-        Otherwise the next mini-batch would add to them.
-
-        Args:
-            trained: the parameters that were given gradients.
+        Otherwise the next mini-batch would add to them. `trained`: the parameters that were given gradients.
         """
         parameters = self.parameters.get(stage, ())
         self.begun.append(stage)
@@ -141,9 +134,7 @@ def actions_before_updates(
 ) -> dict[int, tuple[Action, ...]]:
     """Returns for each stage the actions of other rows that must end before its weights change.
 
-    Args:
-        parameters: by updating stage.
-        users: by identity of a parameter, the stages that use it.
+    `parameters`: by updating stage. `users`: by identity of a parameter, the stages that use it.
     """
     kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT)
     back: dict[int, list[Action]] = {j: [] for j in range(schedule.stages)}

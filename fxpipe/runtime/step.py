@@ -93,9 +93,8 @@ class Step(ActionPerformer):
         Args:
             split: (stage, micro-batch) pairs with W.
             known_tensors: resolved tensors of the only program.
-            first_micro_batch: index of the first one, a seed of random numbers.
-            exchange: creates the exchange, if stages are in several processes.
-            stages: those in this process; None: all.
+            first_micro_batch: its number, a seed of random numbers.
+            exchange, stages: creates the exchange, and the stages in this process, if others have stages.
         """
         # Keep no reference to the inputs: their parts are freed with the stages that use them.
         self.bounds, self.trained, self.weights = inputs.bounds, inputs.trained, inputs.weights

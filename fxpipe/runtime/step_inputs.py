@@ -39,14 +39,7 @@ def _split_leaf(leaf: torch.Tensor, dim: int, count: int) -> list[torch.Tensor]:
 
 
 def target_dims(leaves: Sequence[Any], batch: int, rows: Collection[int] = (1,)) -> list[int | None]:
-    """Returns the batch dimension of each leaf of the target: 0 for tensors.
-
-    Args:
-        rows: possible numbers of rows of a sample.
-
-    Raises:
-        ArgumentError: a tensor has another size there.
-    """
+    """Returns the batch dimension of each leaf of the target: 0 for tensors. `rows`: possible numbers in a sample."""
     sizes = {batch * number: number for number in sorted(rows)}
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] not in sizes):
@@ -59,11 +52,7 @@ def target_dims(leaves: Sequence[Any], batch: int, rows: Collection[int] = (1,))
 
 
 def check_equal_sizes(parts: Sequence[Any], how: int | str | None, what: str) -> None:
-    """Checks that the parts of an output can be combined. `what`: the output's name.
-
-    Raises:
-        UnequalOutputsError: their sizes differ in other dimensions than the batch.
-    """
+    """Raises `UnequalOutputsError` if the parts of the output `what` cannot be combined."""
     if how is None or not all(isinstance(part, torch.Tensor) for part in parts):
         return
     shapes = [tuple(part.shape) for part in parts]
@@ -80,11 +69,7 @@ def check_equal_sizes(parts: Sequence[Any], how: int | str | None, what: str) ->
 
 
 def gather(parts: Sequence[Any], how: int | str | None, weights: Sequence[float], what: str = "an output") -> Any:
-    """Combines the outputs of all micro-batches; tensors are detached. `what`: the output's name.
-
-    Raises:
-        UnequalOutputsError: they cannot be combined.
-    """
+    """Combines the outputs of all micro-batches; tensors are detached. `what`: the output's name."""
     return combine([part.detach() if isinstance(part, torch.Tensor) else part for part in parts], how, weights, what)
 
 
@@ -178,41 +163,26 @@ class StepInputs:
 
     @classmethod
     def of(cls, given_inputs: GivenInputs) -> StepInputs:
+        bounds, bound, m = given_inputs.bounds, given_inputs.bound, len(given_inputs.samples)
+        dims: Sequence[int | None]
         if given_inputs.is_handed_over:
-            parts = [*map(_with_head, given_inputs.bounds, given_inputs.leaves, given_inputs.samples)]
-            return cls.of_micro_batches(given_inputs.bounds, parts, given_inputs.shares)
-        leaves = _with_head(given_inputs.bound, given_inputs.leaves, given_inputs.batch)
-        return cls.of_mini_batch(given_inputs.bound, leaves, given_inputs.shares)
-
-    @classmethod
-    def of_mini_batch(cls, bound: BoundProgram, leaves: Sequence[Any], weights: Sequence[float]) -> StepInputs:
-        """Splits a mini-batch with flattened inputs into micro-batches of these weights."""
-        m = len(weights)
-        dims = (*bound.in_dims, *[None] * (len(leaves) - len(bound.in_dims)))
+            every = [*map(_with_head, bounds, given_inputs.leaves, given_inputs.samples)]
+            users, dims = [range(i, i + 1) for i in range(m)], [None] * max(map(len, every))
+        else:
+            every = [_with_head(bound, given_inputs.leaves, given_inputs.batch)]
+            users, dims = [range(m)], (*bound.in_dims, *[None] * (len(every[0]) - len(bound.in_dims)))
         trained = tuple(
-            TrainedInput(leaf, place, range(m), dim)
-            for place, (leaf, dim) in enumerate(zip(leaves, dims, strict=True))
+            TrainedInput(leaf, place, used_by, dim)
+            for leaves, used_by in zip(every, users, strict=True)
+            for place, (leaf, dim) in enumerate(zip(leaves, dims, strict=False))
             if tensor_requires_grad(leaf)
         )
         with torch.no_grad():  # parts begin separate graphs
-            parts = scatter(_own_inputs(bound, leaves), dims, m)
-        return cls((bound,) * m, tuple(parts), tuple(weights), tuple(leaves), trained)
-
-    @classmethod
-    def of_micro_batches(
-        cls, bounds: Sequence[BoundProgram], leaves: Sequence[Sequence[Any]], weights: Sequence[float]
-    ) -> StepInputs:
-        """Returns the inputs of the caller's micro-batches."""
-        trained = tuple(
-            TrainedInput(leaf, place, range(i, i + 1), None)
-            for i, of_one in enumerate(leaves)
-            for place, leaf in enumerate(of_one)
-            if tensor_requires_grad(leaf)
-        )
-        with torch.no_grad():
-            parts = tuple(map(_own_inputs, bounds, leaves))
-        values = tuple(leaf for of_one in leaves for leaf in of_one)
-        return cls(tuple(bounds), parts, tuple(weights), values, trained)
+            parts: Sequence[Sequence[Any]] = [*map(_own_inputs, bounds, every)]
+            if not given_inputs.is_handed_over:
+                parts = scatter(parts[0], dims, m)
+        values = tuple(leaf for leaves in every for leaf in leaves)
+        return cls(bounds, tuple(parts), tuple(given_inputs.shares), values, trained)
 
     @property
     def programs(self) -> list[BoundProgram]:
@@ -244,12 +214,9 @@ def tensor_requires_grad(value: Any) -> bool:
 
 
 def check_programs_fit(bounds: Sequence[BoundProgram], tensors: Sequence[ModelTensors]) -> None:
-    """Checks that micro-batches of different programs can follow each other in one step.
+    """Raises `StateError` if micro-batches of different programs cannot follow each other in one step.
 
     If a program changes a tensor of the model, the next micro-batch must use it in the same stage and by the same name.
-
-    Raises:
-        StateError: they cannot.
     """
     changed = {name for bound in bounds for name in bound.program.changes}
     places: dict[str, set[int]] = {}

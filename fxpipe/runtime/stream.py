@@ -115,9 +115,9 @@ def _unusable_gradient(parameter: torch.Tensor) -> StreamGradient:
 
 
 class StageWeights:
-    """The versions of a stage's weights that mini-batches in flight need; used by the workers of the stage.
+    """The versions of a stage's weights that mini-batches in flight need.
 
-    One worker updates. Others may read versions at the same time, except the one being created.
+    One worker of the stage updates. Others may read versions at the same time, except the one being created.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor]):
@@ -137,10 +137,7 @@ class StageWeights:
         return [version_of(p) for p in self._named.values()]
 
     def keep_first_version(self, transport: Transport) -> None:
-        """Keeps the memory of the first version until the stages have read it, although updates replace it.
-
-        It may have been allocated on another stream than the stages use.
-        """
+        """Keeps the memory of the first version, perhaps of another stream, until the stages have read it."""
         for parameter in self._named.values():
             stream = transport.compute_stream(parameter.device)
             if stream is not None:
@@ -252,12 +249,7 @@ class StreamRun(ActionPerformer):
         recomputes: bool,
         update: Callable[[Sequence[Step], int, OverlappedUpdates], None],
     ):
-        """
-        Args:
-            weights: by stage.
-            stage_devices: by stage, the devices of its replicas; parameters are on the first.
-            update: updates a stage with the mean gradients of some steps.
-        """
+        """`stage_devices`: by stage, of its replicas. `update`: updates a stage with the mean gradients of steps."""
         transport = Transport(device for own in stage_devices for device in own)
         super().__init__([own[0] for own in stage_devices], transport, context, stage_devices)
         self.order, self.weights, self.in_flight = order, weights, dict[int, MiniBatch]()
@@ -396,14 +388,7 @@ class Stream:
         loss: LossCall,
         seed: int,
     ):
-        """
-        Args:
-            context: of the caller.
-            schedule: its name.
-            stage_devices: by stage, the devices of its replicas.
-            parameters: by stage, the parameters in the optimizer.
-            seed: of the random numbers of the stages.
-        """
+        """`context`: of the caller. `parameters`: by stage, those in the optimizer. `seed`: of the stages."""
         self.name, self.engine, self.optimizer, self.loss, self.seed = str(schedule), engine, optimizer, loss, seed
         self._order, self._parameters, self._context = order, parameters, context
         self.stages: Sequence[int] = range(order.stages)  # stages in this process
@@ -515,12 +500,7 @@ class Stream:
                 gradients.hide()
 
     def collect(self) -> torch.Tensor:
-        """Waits until all stages are updated with the oldest mini-batch in flight; returns its loss.
-
-        Raises:
-            LossError: the losses of its micro-batches do not add up to it.
-            Exception: an exception of a stage.
-        """
+        """Waits until all stages are updated with the oldest mini-batch in flight; returns its loss."""
         t = self._collected
         one = self._run.in_flight[t]
         self.engine.executor.wait(one.ended)

@@ -5,7 +5,7 @@ every row keeps the order that its actions need; the rows, run concurrently, do 
 
 For the last check the rows are simulated without time: each proceeds while the results for its next action exist. An
 action waits for results only, never until another row receives its result. The same is true of threads, and of
-processes if sends do not block and receives are posted in the order of the sends (`distributed.packet_link`). The
+processes if sends do not block and receives are posted in the order of the sends (`distributed.packets`). The
 progress of such rows does not depend on the order in which they are visited, so one run is enough.
 """
 

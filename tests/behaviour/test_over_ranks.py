@@ -463,46 +463,25 @@ def test_an_evaluation_that_changes_a_buffer_runs_the_mini_batch_whole(two_ranks
     assert two_ranks.run(evaluate_calibrated) in ([1, 0], [0, 1])
 
 
-class Contrasted(nn.Module):
-    """Compares each sample with each other one; its output runs once for the mini-batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = (nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2))
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x, y):
-        u, v = F.normalize(self.a(x), dim=-1), F.normalize(self.b(y), dim=-1)
-        scores = u @ v.t() * self.scale.exp()
-        places = torch.arange(len(scores), device=scores.device)
-        return (F.cross_entropy(scores, places) + F.cross_entropy(scores.t(), places)) / 2
-
-
-class Scaled(Contrasted):
+class Scaled(Layered, a=(4, 8), b=(4, 8)):
     """Scales its inputs by what all samples share, computed once for the mini-batch."""
 
     def forward(self, x, y):
         return F.mse_loss(self.b(self.a(x / x.abs().mean(0))[:, :4] * y.std()), self.a(y))
 
 
-def of_all_samples(kind):
-    torch.manual_seed(0)
-    return kind(), (torch.randn(8, 4), torch.randn(8, 4))
-
-
-def step_of_all_samples(mesh, kind, chunks):
-    model, given = of_all_samples(kind)
-    pipe = fxpipe.pipeline(model, mesh, chunks, example_args=given, **QUICK)
+def step_of_all_samples(mesh, model, given):
+    pipe = fxpipe.pipeline(model, mesh, 2, example_args=given, **QUICK)
     loss = pipe.forward_backward(*given)
     return loss, {name: p.grad for name, p in pipe.named_parameters()}
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [(Contrasted, 1), (Scaled, 2)])
-def test_a_loss_of_all_samples_trains(two_ranks, kind, chunks):
-    model, given = of_all_samples(kind)
+def test_what_all_samples_share_is_computed_for_all_of_them(two_ranks):
+    torch.manual_seed(0)
+    model, given = Scaled(), (torch.randn(8, 4), torch.randn(8, 4))
+    (own, gradients), (other, more) = two_ranks.run(step_of_all_samples, copy.deepcopy(model), given)
     loss = model(*given)
     loss.backward()
-    (own, gradients), (other, more) = two_ranks.run(step_of_all_samples, kind, chunks)
     torch.testing.assert_close(own, loss.detach())
     assert other == own
     assert {*gradients, *more} == {name for name, _ in model.named_parameters()}

@@ -183,7 +183,7 @@ def test_a_stream_over_two_ranks_on_devices_is_that_of_one_process(two_devices):
 FAULTS = {
     "nothing": ((), ""),
     "what arrives is waited for on another stream": (
-        ("receive", "_wait(work, what)", "with accelerator.current_streams(self._arrivals): _wait(work, what)"),
+        ("receive", "_wait(work, what)", "with accelerator.current_streams(self._stream): _wait(work, what)"),
         "read too early",
     ),
     "no stream is recorded for what arrives": (
@@ -191,15 +191,15 @@ FAULTS = {
         "given back too early",
     ),
     "a send does not come behind its value": (
-        ("send", "self._sends.setdefault", "with accelerator.current_streams(self._arrivals): self._sends.setdefault"),
+        ("send", "self._sends.setdefault", "with accelerator.current_streams(self._stream): self._sends.setdefault"),
         "read too early",
     ),
     "what is sent is given back at once": (("finish_sends", "_wait(work, what)", "pass"), "given back too early"),
     "one communicator for both directions": (
         (
             "connect",
-            "self._communicators[source, target] = (",
-            "self._communicators[source, target] = self._communicators.get((target, source)) or (",
+            "self._communicators[source, target] = channel",
+            "self._communicators[source, target] = self._communicators.get((target, source)) or channel",
         ),
         "DistributedError",
     ),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fxpipe.distributed.checkpoint_loading import _check_fit, open_checkpoint
+from fxpipe.distributed.initialization import _check_fit, open_checkpoint
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 
 

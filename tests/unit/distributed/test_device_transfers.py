@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 
 from fxpipe._torch import process_groups
-from fxpipe.distributed import device_transfers, gradient_reduction
-from fxpipe.distributed.device_transfers import DeviceTransfers, device_backend
-from fxpipe.distributed.gradient_reduction import DeviceSums
+from fxpipe.distributed import device_transfers
+from fxpipe.distributed.device_transfers import DeviceSums, DeviceTransfers, device_backend
 from fxpipe.distributed.rank_group import RankDevice, common_transport
 
 CUDA = torch.device("cuda", 0)
@@ -105,8 +104,8 @@ def test_memory_of_a_communicator_that_cannot_be_ended_is_never_used_again(monke
 
 @pytest.mark.parametrize("can_end", [True, False])
 def test_memory_of_sums_that_cannot_be_ended_is_never_used_again(monkeypatch, can_end):
-    monkeypatch.setattr(gradient_reduction, "_NEVER_REUSED", kept := [])
-    monkeypatch.setattr(gradient_reduction.accelerator, "new_stream", lambda device: None)
+    monkeypatch.setattr(device_transfers, "_NEVER_REUSED", kept := [])
+    monkeypatch.setattr(device_transfers.accelerator, "new_stream", lambda device: None)
     sums = DeviceSums("nccl", CUDA, None, 0, 2, 1.0)
     sums._communicator, sums._memory = Communicator(None) if can_end else object(), [memory := torch.zeros(1)]
     sums.close()

@@ -7,8 +7,16 @@ import pytest
 import torch
 from helpers.torch_tables import V_SHAPED, torch_table
 
-from fxpipe.distributed.packet_link import PacketLink, PacketOrder
-from fxpipe.distributed.packets import Mailbox, PacketValue, Payload, decode, encode, payload_bytes
+from fxpipe.distributed.packets import (
+    Mailbox,
+    PacketLink,
+    PacketOrder,
+    PacketValue,
+    Payload,
+    decode,
+    encode,
+    payload_bytes,
+)
 from fxpipe.distributed.rank_stream import StreamMailbox
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.relay_routes import RelayRoutes

@@ -8,8 +8,7 @@ from helpers.ranks import Ranks
 
 import fxpipe
 from fxpipe.distributed.connection import Connection
-from fxpipe.distributed.packet_link import PacketLink
-from fxpipe.distributed.packets import Mailbox
+from fxpipe.distributed.packets import Mailbox, PacketLink
 from fxpipe.distributed.rank_step import RankStep, _last_backwards
 from fxpipe.errors import DistributedError
 from fxpipe.scheduling import Action, ActionKind

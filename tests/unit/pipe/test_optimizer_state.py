@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from fxpipe.pipe.optimizer_state import OptimizerStateMover
+from fxpipe.pipe.pipeline_state import OptimizerStateMover
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

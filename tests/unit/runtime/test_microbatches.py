@@ -11,6 +11,7 @@ from torch import nn
 from fxpipe.errors import StateError, UnequalOutputsError
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.step_inputs import (
+    GivenInputs,
     StepInputs,
     TrainedInput,
     check_programs_fit,
@@ -98,7 +99,7 @@ def stage_of(*attributes: str, changed: tuple[str, ...] = (), assigns: tuple[str
 def program_of(*stages: Any, in_dims: Any = (0,), written: Any = ()) -> Any:
     changes = [name for stage in stages for name in stage.changes]
     program = SimpleNamespace(stages=stages, written_inputs=written, changes=changes)
-    return SimpleNamespace(program=program, in_dims=in_dims)
+    return SimpleNamespace(program=program, in_dims=in_dims, head=None)
 
 
 def check(programs: list[Any], constants: tuple[dict[str, torch.Tensor], ...] = ({}, {})) -> None:
@@ -131,7 +132,7 @@ def test_a_name_of_two_tensors_that_want_a_gradient_is_refused() -> None:
 
 def test_a_mini_batch_is_cut_and_its_gradient_is_one() -> None:
     x = torch.zeros(5, 2, requires_grad=True)
-    inputs = StepInputs.of_mini_batch(program_of(in_dims=(0, None)), [x, 3], [0.6, 0.4])
+    inputs = StepInputs.of(GivenInputs.of_mini_batch(program_of(in_dims=(0, None)), [x, 3], (3, 2)))
     assert [[len(part[0]), part[1]] for part in inputs.parts] == [[3, 3], [2, 3]]
     assert inputs.trained == (TrainedInput(x, 0, range(2), 0),)
     assert len(inputs.programs) == 1
@@ -140,7 +141,8 @@ def test_a_mini_batch_is_cut_and_its_gradient_is_one() -> None:
 def test_micro_batches_are_taken_as_they_are_and_each_has_a_gradient_of_its_own() -> None:
     x, y = torch.zeros(5, 2, requires_grad=True), torch.zeros(1, 2)
     first, second = program_of(), program_of(written={0: None})
-    inputs = StepInputs.of_micro_batches([first, second, first], [[x], [y], [x]], [5 / 11, 1 / 11, 5 / 11])
+    given = GivenInputs((first, second, first), [[x], [y], [x]], (5, 1, 5), is_handed_over=True)
+    inputs = StepInputs.of(given)
     assert inputs.parts[0][0] is x
     assert inputs.parts[1][0] is not y  # forward writes to it
     assert inputs.trained == (TrainedInput(x, 0, range(1), None), TrainedInput(x, 0, range(2, 3), None))
