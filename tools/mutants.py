@@ -2034,6 +2034,12 @@ DISTRIBUTED = (
             ),
             (
                 "held_tensors",
+                "for name in names if k == j and name in tied)",
+                "for name in ())",
+                "_data_parallel.py",
+            ),
+            (
+                "held_tensors",
                 "            if value is not None:\n                step.totals",
                 "            if False:\n                step.totals",
                 ".py",

@@ -115,11 +115,15 @@ class HeldTensors:
         return tuple(name for name in self.names if len(self.holders(name)) > 1)
 
     def transfers(self, programs: Sequence[Program], routes: RelayRoutes) -> TensorTransfers:
-        """Computes the transfers in a step of these programs; each micro-batch runs one of them."""
-        stages_of: dict[str, list[int]] = {}
+        """Computes the transfers in a step of these programs; each micro-batch runs one of them.
+
+        A tied weight has gradients of its stages in the first graph, too, from replicas that run that graph.
+        """
+        tied, stages_of = {*self.shared}, dict[str, list[int]]()
         changed: Peers = {}
         for j, stages in enumerate(zip(*(program.stages for program in programs), strict=True)):
-            for name in dict.fromkeys(name for stage in stages for name in stage.attributes):
+            of_first = (name for k, _, names in self._stages for name in names if k == j and name in tied)
+            for name in dict.fromkeys((*(name for stage in stages for name in stage.attributes), *of_first)):
                 stages_of.setdefault(name, []).append(j)
             for name in sorted({name for stage in stages for name in stage.changes}):
                 for rank in self.holders(name):

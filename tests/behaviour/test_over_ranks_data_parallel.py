@@ -251,19 +251,20 @@ def test_one_micro_batch_each_is_weighted_by_its_samples(four_ranks):
 
 
 class Winding(nn.Module):
-    """Takes another way where it is told, on which a weight is used in another stage, and a buffer does not change."""
+    """Takes another way where it is told: a weight is used in another stage, another no longer, a buffer is kept."""
 
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(5, 4, sparse=True)
-        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.tied, self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(4))
         self.unused = nn.Linear(4, 4)
         self.register_buffer("seen", torch.zeros(4))
 
     def forward(self, ids, way=0):
-        x = torch.tanh(self.first(self.table(ids)))
+        x = torch.tanh(self.first(self.tied(self.table(ids))))
         x = torch.tanh(self.second(x))
         if way == 0:
+            x = x @ self.tied.weight
             self.seen += x.detach().sum(0)
         x = torch.tanh(self.third(x))
         return torch.tanh(self.first(x)) + self.seen if way else x
