@@ -33,7 +33,7 @@ __all__ = ["StageOptimizer"]
 _WrittenOptions = dict[tuple[int | None, str], Any]  # by group, None for the optimizer itself, and name
 
 
-class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
+class StageOptimizer(StagewiseOptimizer):
     """An optimizer of a pipe's parameters. All stages step their parameters at the same time.
 
         optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=1e-3, weight_decay=0.1)

@@ -170,7 +170,7 @@ def verify(
         given_inputs = inside.find([ModelCall(args, kwargs, ())], in_one=loss_fn is not None)
     bound, leaves, batch = given_inputs.bound, given_inputs.leaves, given_inputs.batch
     traced = next(prepared.traced for prepared, program in inside.graphs if program is bound)
-    calls = [_Call(args, kwargs, () if target is None else (target,), 1.0)]
+    calls, shares = [ModelCall(args, kwargs, () if target is None else (target,))], [1.0]
     count = inside.settings.micro_batches(batch)
     reference = f"the plain model on the mini-batch of {count_text(batch, 'sample')}"
     if count > 1 and (reason := _why_micro_batches_differ(traced, bound)):
@@ -182,13 +182,15 @@ def verify(
                 f"{reason}: micro-batches have no loss of all samples (reduction='batch') to compare; verify in "
                 "evaluation: pipe.eval()"
             )
-        calls = _micro_batches(traced, leaves, batch, count, calls[0])
+        calls = _micro_batches(traced, leaves, batch, count, calls[0].target)
+        shares = [size / batch for size in samples_per_micro_batch(batch, count)]
     dtypes = {shape.dtype for node in traced.graph.nodes for shape in info(node).shapes}
     opaque_calls = [call for node in traced.graph.nodes if (call := info(node).opaque) is not None]
     step = _Step(
         model,
         loss_fn,
         reduction,
+        shares,
         unit=max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0),
         input_names=tuple(leaf.path for leaf in traced.leaves),
         opaque={call.path: call.calls_before or () for call in opaque_calls if call.module is not None},
@@ -221,34 +223,23 @@ def _why_micro_batches_differ(traced: Traced, bound: BoundProgram) -> str:
 # -- a step ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: tuple[Any, ...]  # () or (target,)
-    share: float
+def _copied(call: ModelCall, device: torch.device | None) -> ModelCall:
+    """Copies a call: a step may write to the copy and has its gradients."""
 
-    def copied(self, device: torch.device | None) -> _Call:
-        """Copies the call: a step may write to the copy and has its gradients."""
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        copied = tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
+        return copied.requires_grad_(tensor.requires_grad)
 
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            copied = tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
-            return copied.requires_grad_(tensor.requires_grad)
-
-        (args, kwargs), target = map_tensor_leaves(copy, ((self.args, self.kwargs), self.target))
-        return _Call(args, kwargs, target, self.share)
+    return ModelCall(*map_tensor_leaves(copy, (call.args, call.kwargs, call.target)))
 
 
-def _micro_batches(traced: Traced, leaves: Sequence[Any], batch: int, count: int, whole: _Call) -> list[_Call]:
+def _micro_batches(
+    traced: Traced, leaves: Sequence[Any], batch: int, count: int, target: tuple[Any, ...]
+) -> list[ModelCall]:
     rows = rows_of_inputs(traced.in_dims)
-    targets = scatter_target(whole.target, batch, count, [torch.device("cpu")], rows) if whole.target else [()] * count
-    sizes = samples_per_micro_batch(batch, count)
-    parts = scatter(leaves, traced.in_dims, count)
-    calls = []
-    for part, target, size in zip(parts, targets, sizes, strict=True):
-        args, kwargs = pytree.tree_unflatten(part, traced.in_spec)
-        calls.append(_Call(args, kwargs, target, size / batch))
-    return calls
+    targets = scatter_target(target, batch, count, [torch.device("cpu")], rows) if target else [()] * count
+    inputs = (pytree.tree_unflatten(part, traced.in_spec) for part in scatter(leaves, traced.in_dims, count))
+    return [ModelCall(args, kwargs, own) for (args, kwargs), own in zip(inputs, targets, strict=True)]
 
 
 @dataclass(slots=True)
@@ -258,6 +249,7 @@ class _Step:
     model: nn.Module
     loss_fn: Callable[..., Any] | None
     reduction: str
+    shares: Sequence[float]  # by micro-batch
     unit: float  # unit of rounding: the largest eps of the dtypes in the graph
     input_names: tuple[str, ...]
     opaque: Mapping[str, Sequence[str]]  # modules that are one random node, after these calls of other modules
@@ -266,13 +258,13 @@ class _Step:
         default_factory=dict
     )  # leaves that loss_fn uses, and their earlier gradients
 
-    def _begin(self, calls: Sequence[_Call], device: torch.device | None) -> list[_Call]:
+    def _begin(self, calls: Sequence[ModelCall], device: torch.device | None) -> list[ModelCall]:
         """Copies the inputs of a step, and clears the gradients of `loss_leaves`."""
         for leaf, _ in self.loss_leaves.values():
             leaf.grad = None
-        return [call.copied(device) for call in calls]
+        return [_copied(call, device) for call in calls]
 
-    def of_pipe(self, pipe: Pipeline, calls: Sequence[_Call]) -> Values:
+    def of_pipe(self, pipe: Pipeline, calls: Sequence[ModelCall]) -> Values:
         with preserve_state(self.model), without_gradients(self.model):
             calls = self._begin(calls, None)
             first = calls[0]
@@ -295,7 +287,7 @@ class _Step:
                     loss.backward()
             return self._values(outputs, loss, calls)
 
-    def of_plain_model(self, calls: Sequence[_Call], device: torch.device) -> tuple[Values, Values]:
+    def of_plain_model(self, calls: Sequence[ModelCall], device: torch.device) -> tuple[Values, Values]:
         """Returns the values of a step of the plain model, without and with moved weights, inputs and gradients."""
         try:
             return self._of_plain_model(calls, device, 0.0), self._of_plain_model(calls, device, self.unit)
@@ -304,7 +296,7 @@ class _Step:
                 raise
         return self.of_plain_model(calls, torch.device("cpu"))
 
-    def _of_plain_model(self, calls: Sequence[_Call], device: torch.device, unit: float) -> Values:
+    def _of_plain_model(self, calls: Sequence[ModelCall], device: torch.device, unit: float) -> Values:
         model = self.model
         with preserve_state(model), without_gradients(model), model_on(model, device):
             calls = self._begin(calls, device)
@@ -323,7 +315,7 @@ class _Step:
                     if self.loss_fn is not None:
                         loss, weight = checked_loss(self.loss_fn(output, *call.target), "the plain model")
                         divisor = weight if divisor is None else divisor + weight
-                        loss = loss * (call.share if self.reduction == "mean" and weight is None else 1.0)
+                        loss = loss * (self.shares[i] if self.reduction == "mean" and weight is None else 1.0)
                     if loss.requires_grad:
                         self._note_loss_leaves(loss, output)
                         loss.backward()
@@ -344,7 +336,7 @@ class _Step:
                 self.loss_leaves[id(leaf)] = leaf, leaf.grad
                 leaf.grad = None
 
-    def _values(self, outputs: Sequence[Any], loss: torch.Tensor, calls: Sequence[_Call]) -> Values:
+    def _values(self, outputs: Sequence[Any], loss: torch.Tensor, calls: Sequence[ModelCall]) -> Values:
         values: Values = {}
         for i, output in enumerate(outputs):
             part = f"micro-batch {i}" if len(outputs) > 1 else ""
@@ -365,7 +357,7 @@ class _Step:
         for leaf, gradient in self.loss_leaves.values():
             leaf.grad = gradient
 
-    def _inputs(self, calls: Sequence[_Call]) -> dict[str, torch.Tensor]:
+    def _inputs(self, calls: Sequence[ModelCall]) -> dict[str, torch.Tensor]:
         inputs: dict[str, torch.Tensor] = {}
         for i, call in enumerate(calls):
             part = f" of micro-batch {i}" if len(calls) > 1 else ""

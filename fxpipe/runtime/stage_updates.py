@@ -10,7 +10,6 @@ waits for other stages that use its parameters, and for the last loss, whose wei
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -27,12 +26,11 @@ from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import rows_of_replicas
 
 
-class StagewiseOptimizer(ABC):
+class StagewiseOptimizer(torch.optim.Optimizer):
     """The interface of an optimizer that can step a part of its parameters."""
 
     pipe: Any  # whose stages step it
     overlap: bool  # steps within a step of the pipe
-    param_groups: list[dict[str, Any]]
 
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -44,21 +42,12 @@ class StagewiseOptimizer(ABC):
             for group in self.param_groups
         ]
 
-    @abstractmethod
-    def step(self) -> Any: ...
-
-    @abstractmethod
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-    @abstractmethod
     def check_parts(self, parts: Sequence[Collection[torch.Tensor]]) -> None:
         """Raises `StateError` unless separate steps of these parts are a step of all parameters."""
 
-    @abstractmethod
     def begin_updates(self, in_stream: bool) -> None:
         """Begins a step or a stream in which stages are updated while others run; raises if hooks expect all."""
 
-    @abstractmethod
     def step_parameters(
         self, parameters: Collection[torch.Tensor], options: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
@@ -67,7 +56,6 @@ class StagewiseOptimizer(ABC):
         `options`: of the groups, for a mini-batch of a stream; None: the current ones.
         """
 
-    @abstractmethod
     def count_step(self) -> None:
         """Counts a step in which the stages were updated, for hooks and learning rate schedulers."""
 

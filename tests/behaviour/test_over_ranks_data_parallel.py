@@ -256,8 +256,7 @@ class Winding(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(5, 4, sparse=True)
-        self.tied, self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(4))
-        self.unused = nn.Linear(4, 4)
+        self.tied, self.first, self.second, self.third, self.unused = (nn.Linear(4, 4) for _ in range(5))
         self.register_buffer("seen", torch.zeros(4))
 
     def forward(self, ids, way=0):
