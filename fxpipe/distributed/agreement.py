@@ -19,7 +19,7 @@ from fxpipe.distributed.failures import rank_names
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import ArgumentError
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.rewriting.program import Program
+from fxpipe.rewriting.program import Stage
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.scheduling import Schedule
 from fxpipe.tracing.tensors import has_values
@@ -106,14 +106,11 @@ def graph_fields(fingerprint: str, bound: BoundProgram, placement: Sequence[int]
         "graph": f"fingerprint {fingerprint}",
         "plan": f"stages on ranks {tuple(placement)}, chunks {settings.chunks}, checkpoint {settings.checkpoint}, "
         f"schedule {_value_text(settings.schedule)}",
-        **_stage_fields(bound.program),
+        **{f"stage {j}": _digest(stage) for j, stage in enumerate(bound.program.stages)},
     }
 
 
-def _stage_fields(program: Program) -> Fields:
-    fields = {}
-    for j, stage in enumerate(program.stages):
-        code = re.sub(r" +#.*", "", stage.code)  # paths of source lines may differ between machines
-        text = repr((code, stage.attributes, stage.receives, stage.sends, stage.assigns))
-        fields[f"stage {j}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return fields
+def _digest(stage: Stage) -> str:
+    code = re.sub(r" +#.*", "", stage.code)  # paths of source lines may differ between machines
+    text = repr((code, stage.attributes, stage.receives, stage.sends, stage.assigns))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

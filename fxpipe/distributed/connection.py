@@ -102,10 +102,8 @@ class Connection:
         """Returns the object of `source` on all ranks. `is_long`: `source` may be planning meanwhile."""
         if self.size == 1:
             return value
-        content = _bytes_of(pickled(value)) if self.rank == source else torch.empty(0, dtype=torch.uint8)
-        head = torch.zeros(COLLECTIVE_BYTES, dtype=torch.uint8)
-        if self.rank == source:
-            _fill(head, content)
+        content = _bytes_of(pickled(value) if self.rank == source else b"")
+        head = _head_of(content)
         self._collective(lambda group, timeout: broadcast(group, head, source, timeout), what, is_long)
         size = _size_in(head)
         rest = torch.empty(max(0, size - _ROOM), dtype=torch.uint8)
@@ -129,16 +127,14 @@ class Connection:
         if self.size == 1:
             return [value]
         content = _bytes_of(pickled(value))
-        head = torch.zeros(COLLECTIVE_BYTES, dtype=torch.uint8)
-        _fill(head, content)
+        head = _head_of(content)
         heads = [torch.empty_like(head) for _ in range(self.size)]
         self._collective(lambda group, timeout: all_gather(group, heads, head, timeout), what, is_long)
         sizes = [_size_in(one) for one in heads]
         longest = max(0, max(sizes) - _ROOM)
         rests = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
         if longest:
-            own = torch.zeros(longest, dtype=torch.uint8)
-            more = content[_ROOM:]
+            own, more = torch.zeros(longest, dtype=torch.uint8), content[_ROOM:]
             own[: more.numel()] = more
             self._collective(lambda group, timeout: all_gather(group, rests, own, timeout), what, is_long)
         return [
@@ -165,7 +161,7 @@ _ROOM = COLLECTIVE_BYTES - _PREFIX
 
 
 def _bytes_of(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def content_of(memory: torch.Tensor) -> bytes:
@@ -173,10 +169,11 @@ def content_of(memory: torch.Tensor) -> bytes:
     return ctypes.string_at(memory.data_ptr(), memory.numel())
 
 
-def _fill(head: torch.Tensor, content: torch.Tensor) -> None:
+def _head_of(content: torch.Tensor) -> torch.Tensor:
+    head, first = torch.zeros(COLLECTIVE_BYTES, dtype=torch.uint8), content[:_ROOM]
     head[:_PREFIX] = _bytes_of(content.numel().to_bytes(_PREFIX, "little"))
-    first = content[:_ROOM]
     head[_PREFIX : _PREFIX + first.numel()] = first
+    return head
 
 
 def _size_in(head: torch.Tensor) -> int:

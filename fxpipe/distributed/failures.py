@@ -126,7 +126,9 @@ class FailureBoard:
                 reports |= self._read(everybody - reports.keys())
                 raised = [reports[number] for number in sorted(reports) if reports[number].error]
                 if raised:
-                    return self._error_of_raised(raised[0])
+                    first, *rest = raised[0].error.splitlines()
+                    words = f"{self._name(raised[0].number)} has failed, and the step with it: {first}"
+                    return DistributedError("\n".join([words, *rest]))
                 if reports.keys() == everybody or time.monotonic() > deadline:
                     break
                 time.sleep(POLL_SECONDS)
@@ -138,11 +140,6 @@ class FailureBoard:
                 f"{self._name(self._number)}, {_waiting_words(own)}"
             )
         return self._error_of_silent(everybody - reports.keys(), own, reports, lost)
-
-    def _error_of_raised(self, report: FailureReport) -> DistributedError:
-        first, *rest = report.error.splitlines()
-        name = self._name(report.number)
-        return DistributedError("\n".join([f"{name} has failed, and the step with it: {first}", *rest]))
 
     def _error_of_silent(
         self, silent: set[int], own: FailureReport, reports: dict[int, FailureReport], lost: ConnectionLost

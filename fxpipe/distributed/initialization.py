@@ -290,7 +290,7 @@ def _read(state: PipelineState, reader: CheckpointReader, entries: dict[str, Any
             if name not in others
         }
         reader.read(values)
-        entries.update({name: values[prefix + name] for name in first.values() if not _is_tensor(entries[name])})
+        entries.update({n: values[prefix + n] for n in first.values() if not isinstance(entries[n], torch.Tensor)})
         for name in others:
             _check_tie(reader, entries[name], prefix + first[id(entries[name])], prefix + name)
     except BaseException:
@@ -307,10 +307,6 @@ def _check_tie(reader: CheckpointReader, tensor: torch.Tensor, first: str, other
             f"{first!r} and {other!r} are one tied weight of the model, but the checkpoint has different values for "
             "them: it is of a model whose weights are not tied"
         )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 InitFunction = Callable[[nn.Module], object]
@@ -366,15 +362,10 @@ def refuse_missing_values(state: PipelineState, after: str, why: str) -> None:
             f"without values after fxpipe.distributed.{after}: {names_text(missing)} ({why}). What __init__ computes "
             "has none on the meta device; give a function that fills it for a module:\n"
             f"    def init_fn(module):\n"
-            f"        if isinstance(module, {_holder_name(state.model, missing[0])}):\n"
+            f"        if isinstance(module, {type(_holder_of(state.model, missing[0])).__name__}):\n"
             f"            module.{missing[0].rpartition('.')[2]}.copy_(...)\n"
             f"    fxpipe.distributed.{after}(pipe, {'path, ' if after == 'load' else ''}init_fn=init_fn)"
         )
-
-
-def _holder_name(model: nn.Module, name: str) -> str:
-    paths = {path for path, _ in model.named_modules()}
-    return type(model.get_submodule(_path_of_module(name, paths))).__name__
 
 
 def initialize_stages(state: RankState, init_fn: InitFunction | None) -> None:
@@ -402,8 +393,7 @@ def initialize_stages(state: RankState, init_fn: InitFunction | None) -> None:
 def initialize_missing(state: PipelineState, names: Collection[str], init_fn: InitFunction | None) -> None:
     """Initializes these tensors by their modules only. The random numbers depend on the module, not on the rank."""
     model, seed = state.model, state.group.broadcast(peek_seed(), "the seed of its random numbers")
-    paths = {path for path, _ in model.named_modules()}
-    wanted = {model.get_submodule(_path_of_module(name, paths)) for name in names}
+    wanted = {_holder_of(model, name) for name in names}
     tensors = [tensor for name, tensor in state.own_tensors().items() if name in names]
     with preserve_rng(), _initializing(tensors, model) as initialization:
         for number, module in enumerate(dict.fromkeys(_children_first(model))):
@@ -413,12 +403,13 @@ def initialize_missing(state: PipelineState, names: Collection[str], init_fn: In
     state.settle()
 
 
-def _path_of_module(name: str, paths: Collection[str]) -> str:
-    """Returns the path of the module that holds a tensor, also if it is in a list."""
+def _holder_of(model: nn.Module, name: str) -> nn.Module:
+    """Returns the module that holds a tensor, also if it is in a list."""
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     path = name.rpartition(".")[0]
-    while path not in paths:
+    while path not in modules:
         path = path.rpartition(".")[0]
-    return path
+    return modules[path]
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

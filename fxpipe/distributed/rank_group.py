@@ -225,7 +225,10 @@ class RankGroup:
             self._board = FailureBoard(store, self.rank, self.size, timeout=self.timeout)
             try:
                 self._connection = Connection(PrefixStore("gloo", store), self.rank, self.size, self.timeout)
-                self._connect_devices(PrefixStore("devices", store))
+                self.transport, backend = self._transport(self.process_group, self._connection, "rank")
+                if backend is not None:
+                    devices = PrefixStore("devices", store)
+                    self.transfers = DeviceTransfers(backend, self.device, devices, self.rank, self.timeout)
                 self._connect_replicas(data_store)
             except (RuntimeError, ConnectionLost) as error:
                 self._fail(self._report(error=f"no connection to the other ranks: {error}"))
@@ -233,24 +236,11 @@ class RankGroup:
         self.connection.heard.clear()
         return self.connection
 
-    def _connect_devices(self, store: Store) -> None:
-        """Agrees with the other ranks of this replica on how tensors move, and sets up transfers between devices."""
-        own = self._own_device(self.process_group)
-        self.transport = common_transport(self.connection.all_gather(own, "the devices of all ranks"))
-        if self.transport == own.backend:
-            self.transfers = DeviceTransfers(own.backend, self.device, store, self.rank, self.timeout)
-
-    def _connect_device_sums(self, data_group: dist.ProcessGroup, store: Store) -> None:
-        """Agrees with this rank of the other replicas on whether gradients are summed in device memory."""
-        own = self._own_device(data_group)
-        self.reduction = common_transport(self.replicas.all_gather(own, "the devices of all replicas"), "replica")
-        if self.reduction == own.backend:
-            self.device_sums = DeviceSums(
-                own.backend, self.device, store, self.replica, self.replica_count, self.timeout
-            )
-
-    def _own_device(self, group: dist.ProcessGroup) -> RankDevice:
-        return RankDevice(self.device.type, device_backend(group, self.device), accelerator.device_uuid(self.device))
+    def _transport(self, group: dist.ProcessGroup, connection: Connection, kind: str) -> tuple[str, str | None]:
+        """Agrees with other ranks or replicas on how tensors move; returns that as text, and the backend of devices."""
+        own = RankDevice(self.device.type, device_backend(group, self.device), accelerator.device_uuid(self.device))
+        text = common_transport(connection.all_gather(own, f"the devices of all {kind}s"), kind)
+        return text, own.backend if text == own.backend else None
 
     def _meet_replicas(self) -> Store | None:
         """Waits for the ranks that have the same stages in other replicas; returns the store of this generation."""
@@ -266,7 +256,10 @@ class RankGroup:
             self._replicas = Connection(self._store, 0, 1, self.timeout)
             return
         self._replicas = Connection(PrefixStore("gloo", store), self.replica, self.replica_count, self.timeout)
-        self._connect_device_sums(self.data_group, PrefixStore("devices", store))
+        self.reduction, backend = self._transport(self.data_group, self._replicas, "replica")
+        if backend is not None:
+            own_store, count = PrefixStore("devices", store), self.replica_count
+            self.device_sums = DeviceSums(backend, self.device, own_store, self.replica, count, self.timeout)
         # One board for all, on the store of the world; the token separates it from keys of ended processes.
         own = (dist.get_rank(), uuid.uuid4().hex, self.device_sums is not None)
         ranks = self.everybody(own, "the ranks of all replicas")

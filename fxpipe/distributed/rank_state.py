@@ -195,7 +195,7 @@ class RankState(PipelineState):
                 job = group.broadcast(job, "the first stage's inputs")
             else:
                 job = group.connection.broadcast(job, leader, "the first stage's inputs", is_long=has_recorded)
-            self._check_call(job, call, is_handed_over)
+            self.check_call(job, call, is_handed_over)
             if job.missing is None:
                 break
             self.record(job.missing, job.seed, graphs)
@@ -280,7 +280,7 @@ class RankState(PipelineState):
         flags = "".join("t" if module.training else "e" for module in all_modules(self.model))
         return hashlib.sha256(f"{flags} {ThreadState.now()}".encode()).hexdigest()[:16]
 
-    def _check_call(self, job: Job, call: str, is_handed_over: bool = False) -> None:
+    def check_call(self, job: Job, call: str, is_handed_over: bool = False) -> None:
         """Raises `StateError` if this rank and the leader make different calls, or are in different modes."""
         theirs, own = (
             f"{name}{' with micro_batches' if with_parts else ''}"
@@ -307,11 +307,6 @@ class RankState(PipelineState):
         """Returns the job of a mini-batch of a stream; None if it needs another program. The leader calls it."""
         own = self.find_known(call, seed)
         return None if own is None or own.bound is not program else self._job_of(STREAM, own, seed)
-
-    def inputs_at_hand(self, job: Job, call: ModelCall | None) -> RankInputs:
-        """Returns the inputs for the job of a mini-batch of a stream. `call`: on the leader only."""
-        self._check_call(job, STREAM)
-        return self.inputs_of(job, None if call is None else [call])
 
     def with_micro_batches(self, inputs: RankInputs, micro_batches: int) -> RankInputs:
         """Returns the inputs of a mini-batch split into this number of micro-batches, as on the other replicas."""

@@ -115,15 +115,8 @@ class StreamLink(PacketLink):
             group.transfers.connect(pairs_of_ranks(routes))
         super().__init__(StreamMailbox(group.connection, group.device, {}, group.transfers), routes)
         self._routes, self._stage, self._order = routes, stage, order
+        self.is_first, self.is_last = stage == 0, stage == order.stages - 1
         self._jobs = 0  # number of jobs passed on
-
-    @property
-    def is_first(self) -> bool:
-        return self._stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self._stage == self._order.stages - 1
 
     def _key(self, maker: Action) -> tuple[Any, ...]:
         _, k = self._order.place(maker.micro_batch)
@@ -479,7 +472,8 @@ class RankStreamLoop(StreamLoop):
             self._program = None
         else:
             job, part = settled
-            self._admit(self._inside.inputs_at_hand(job, self._call), part)
+            self._inside.check_call(job, STREAM)
+            self._admit(self._inside.inputs_of(job, None if self._call is None else [self._call]), part)
 
     def _admit(self, inputs: RankInputs, part: ReplicaPart) -> None:
         assert self.stream is not None
@@ -525,21 +519,15 @@ class RankStreamLoop(StreamLoop):
         if not self._is_leader:
             return None
         assert self.stream is not None
-        job, start = self._job(program), None
-        if job is not None:
-            start = self.stream.start_of(program, job.inputs)
-        part = self.stream.settle_part(program, start)
-        return None if job is None or part is None else (job, part)
-
-    def _job(self, program: RankProgram) -> Job | None:
-        """Returns the job of the mini-batch that the leader has read; None if it cannot run now."""
-        if self._call is None:
-            return None
+        job = None
         try:
-            return self._inside.job_at_hand(program, self._call, self._seed_of_next())
+            if self._call is not None:
+                job = self._inside.job_at_hand(program, self._call, self._seed_of_next())
         except Exception as error:
             self._end_reading(error)
-            return None
+        start = None if job is None else self.stream.start_of(program, job.inputs)
+        part = self.stream.settle_part(program, start)
+        return None if job is None or part is None else (job, part)
 
     def _read_target(self) -> tuple[Any, ...]:
         """Reads the next target on the rank of the last stage. Raises `ArgumentError` if none is left."""

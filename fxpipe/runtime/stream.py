@@ -286,16 +286,15 @@ class StreamRun(ActionPerformer):
             if one is not None:
                 yield one.step, action._replace(micro_batch=k)
 
-    def _before_loss(self, action: Action) -> tuple[Action, ...]:
-        """Returns the F with the previous loss, if replicas of the last stage compute losses in order."""
-        kind, j, i = action
-        is_in_order = self.order.replicas[-1] > 1 and kind is ActionKind.FORWARD and j == self.order.stages - 1
-        return (Action(kind, j, i - 1),) if is_in_order and i else ()
-
     def _wait_before_loss(self, first: int, action: Action) -> None:
-        """Returns when the loss of an F may be computed. `first`: the first micro-batch of its mini-batch."""
-        for step, other in self._in_steps(self._before_loss(_shifted(action, first))):
-            step.fences.wait_behind(other)
+        """Returns when the loss of an F may be computed: replicas of the last stage compute losses in order.
+
+        `first`: the first micro-batch of its mini-batch.
+        """
+        kind, j, i = _shifted(action, first)
+        if self.order.replicas[-1] > 1 and kind is ActionKind.FORWARD and j == self.order.stages - 1 and i:
+            for step, other in self._in_steps([Action(kind, j, i - 1)]):
+                step.fences.wait_behind(other)
 
     def pass_on(self, action: Action) -> None:
         t, k = self.order.place(action.micro_batch)

@@ -130,18 +130,15 @@ class Fences:
             keys += self._before_backward
         return keys
 
-    def _keys_before_loss(self, action: Action) -> Sequence[_ActionKey]:
-        kind, stage, i = action
-        return ((kind, stage, i - 1),) if i and kind is ActionKind.FORWARD and stage == self._loss_stage else ()
-
     def wait(self, action: Action) -> None:
         for key in self._keys_before(action):
             self.wait_behind(key)
 
     def wait_before_loss(self, action: Action) -> None:
         """Returns when the loss of an F may be computed: after F of the previous micro-batch, with its loss."""
-        for key in self._keys_before_loss(action):
-            self.wait_behind(key)
+        kind, stage, i = action
+        if i and kind is ActionKind.FORWARD and stage == self._loss_stage:
+            self.wait_behind((kind, stage, i - 1))
 
     def wait_behind(self, key: _ActionKey) -> None:
         if key not in self._passed:
