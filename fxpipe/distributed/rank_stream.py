@@ -338,6 +338,8 @@ class RankStream(Stream):
         evidence, gradients = [[one] for one, _ in reports], [one for _, one in reports]
         LossVerdict.of(evidence, firsts=step.part.firsts).check(None, 0)
         total = replicas.finish_sum(own, gradients)
+        if replicas.group.device_sums is not None:  # if a device hangs for some replicas, none goes on
+            replicas.group.replicas.all_gather(None, WAITED_FOR)
         step.totals[j].sums = {name: gradient for (name, _), gradient in total.items()}
         if any(one.sparse for one in gradients):
             self._summed = replicas.reducible(self._summed)

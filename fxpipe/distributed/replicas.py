@@ -327,8 +327,6 @@ class Replicas:
         """
         assert self._reduction is not None
         sums = {k: v for k, v in self._reduction.finish().items() if not all(k in one.missing for one in reports)}
-        if self.group.device_sums is not None:  # if a device hangs for some replicas, none goes on
-            self.group.replicas.all_gather(None, WAITED_FOR)
         if any(one.sparse or one.late for one in reports):
             for key, value in self.sum_apart(gradients).items():
                 sums[key] = sums[key] + value if key in sums else value

@@ -340,7 +340,13 @@ class PipelineState(Programs):
 
 
 class OptimizerStateMover:
-    """Moves the optimizer state of a model's parameters that a pipe has moved."""
+    """Moves the optimizer state of a model's parameters that a pipe has moved.
+
+    State from before the move (of steps without the pipe, `load_state_dict`, or the constructor, as of `Adagrad`) is on
+    the old devices. torch does not list the optimizers of a parameter, so from the first move until the pipe is closed
+    or the model is freed, a hook for all optimizers moves the state before their next step. The pipe calls `follow`
+    before overlapped updates and streams, which update stages before `step` is called.
+    """
 
     def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
