@@ -2194,8 +2194,8 @@ INSPECT = (
     ),
     Mutant(
         "inspect/cli_options.py",
-        "        if name in values:\n",
-        "        if False:\n",
+        "            if name in pairs:\n",
+        "            if False:\n",
         "cli/test_inspect_targets.py::test_refusals_of_planning_name_the_option",
     ),
     Mutant(
@@ -2229,15 +2229,15 @@ INSPECT = (
         "cli/test_inspect.py::test_parse_target",
     ),
     Mutant(
-        "inspect/step_summary.py",
-        "return (0.0 if not limit else peaks[device] / limit, peaks[device])",
-        "return (peaks[device], 0.0)",
+        "simulation/timeline.py",
+        "key=lambda d: (-shares[d], -needs[d])",
+        "key=lambda d: (-needs[d], -shares[d])",
         "cli/test_inspect_sweep.py::test_the_device_that_is_closest_to_its_limit_is_told",
     ),
     Mutant(
         "inspect/step_summary.py",
-        "key=lambda row: -row.parts.total / (row.limit or 1)",
-        "key=lambda row: row.parts.total / (row.limit or 1)",
+        "fullest = simulation.fits.fullest[:MAX_DEVICE_ROWS]",
+        "fullest = simulation.fits.fullest[-MAX_DEVICE_ROWS:]",
         "cli/test_inspect_sweep.py::test_of_many_devices_those_are_shown_that_hold_most",
     ),
     Mutant(
@@ -2254,8 +2254,8 @@ INSPECT = (
     ),
     Mutant(
         "inspect/style.py",
-        "return INK if contrast(INK, fill) >= contrast(PAPER, fill) else PAPER",
-        "return INK",
+        "DARK_KINDS = (ActionKind.BACKWARD, ActionKind.UPDATE)",
+        "DARK_KINDS = (ActionKind.BACKWARD,)",
         "unit/inspect/test_scene.py::test_letters_are_legible_on_every_colour",
     ),
     Mutant(
@@ -2290,15 +2290,15 @@ INSPECT = (
     ),
     Mutant(
         "inspect/memory_chart.py",
-        "limit > FLAT_LIMIT_RATIO * peak else limit for limit in limits)",
-        "limit < FLAT_LIMIT_RATIO * peak else limit for limit in limits)",
+        "if limit <= FLAT_LIMIT_RATIO * peak}",
+        "if limit >= FLAT_LIMIT_RATIO * peak}",
         "unit/inspect/test_gantt.py::test_a_limit_is_a_line_unless_it_would_flatten_the_curves",
     ),
     Mutant(
         "inspect/memory_chart.py",
-        "(steps[0][0], max(size.total for _, size in steps))",
-        "(steps[0][0], steps[0][1].total)",
-        "unit/inspect/test_gantt.py::test_a_line_shows_the_most_of_each_grain",
+        "sorted(fullest_devices(peaks, limits)[:MAX_PANELS])",
+        "sorted(fullest_devices(peaks, limits)[-MAX_PANELS:])",
+        "unit/inspect/test_gantt.py::test_of_many_devices_those_closest_to_their_limits_have_a_panel",
     ),
     Mutant(
         "inspect/json_document.py",

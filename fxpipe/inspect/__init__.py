@@ -1,7 +1,7 @@
 """Shows a plan and its step before it runs: `python -m fxpipe.inspect`, a thin layer over the library.
 
-`cli` is the command, from its options (`cli_options`) to its output. A `table` is shown as text, in notebooks and in
-reports: `plan_text` has the tables of a plan, `step_summary` of a step, `sweep` and `tuning_text` of several plans.
-`json_document` makes the JSON document, `report` an HTML page. Pictures are data (`scene`) that `svg` writes: `gantt`
-draws a step, `stage_graph` a plan, `memory_chart` memory.
+`cli` is the command, from its options (`cli_options`) through its work (`run`) to its output. A `table` is shown as
+text, in notebooks and in reports: `plan_text` has the tables of a plan, `step_summary` of steps, `tuning_text` of a
+tuner. `json_document` makes the JSON document, `report` an HTML page. Pictures are data (`scene`) that `svg` writes:
+`gantt` draws a step, `stage_graph` a plan, `memory_chart` memory.
 """

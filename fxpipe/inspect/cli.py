@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = parse_request(sys.argv[1:] if argv is None else argv)
         out = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):
-            from fxpipe.inspect.output import output_text, write_outputs
-            from fxpipe.inspect.run import run_request
+            from fxpipe.inspect.run import output_text, run_request, write_outputs
             from fxpipe.utils.progress import is_terminal, show_progress
             from fxpipe.utils.text_table import use_text_width
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
@@ -30,17 +30,7 @@ if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
 
 
-@dataclass(frozen=True, slots=True)
-class PlanFile:
-    """The file of a saved plan."""
-
-    path: Path
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-
-Subject: TypeAlias = Target | ModelType | PlanFile
+Subject: TypeAlias = Target | ModelType | Path  # the path of a saved plan
 
 
 def parse_subject(text: str) -> Subject:
@@ -48,7 +38,7 @@ def parse_subject(text: str) -> Subject:
     if text.startswith(HUGGING_FACE_PREFIX):
         return parse_model_type(text)
     if text.endswith(".json"):
-        return PlanFile(Path(text))
+        return Path(text)
     try:
         return parse_target(text)
     except ArgumentError:
@@ -374,23 +364,45 @@ def _parser_of_option() -> dict[str, Callable[[str], Any]]:
         "--balance": parse_balance_option,
         "--pin": parse_pin_option,
         "--memory-limit": parse_memory_limit_option,
-        "--optimizer-state": _parse_optimizer_state,
+        "--optimizer-state": float,
         "--sizes": parse_size_option,
         "--code": int,
         **dict.fromkeys(("--save", "--timeline", "--graph", "--report"), Path),
     }
 
 
-REPEATED = ("--input", "--dynamic", "--leaf", "--pin")
-WITH_SEVERAL_VALUES = ("--kwargs", "--sizes")
-CHOICES = {"--schedule": [name for name in SCHEDULES if name != "inference"], "--checkpoint": ["auto", *CHECKPOINTS]}
+class _AddPairs(argparse.Action):
+    """Adds pairs to a dict. Refuses names that it has already."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        pairs = dict(getattr(namespace, self.dest))
+        for name, value in values:
+            if name in pairs:
+                raise argparse.ArgumentError(self, f"{name!r} is given twice")
+            pairs[name] = value
+        setattr(namespace, self.dest, pairs)
+
+
+REPEATED: dict[str, Any] = {"action": "append", "default": []}
+SPECIAL_KEYWORDS: dict[str, dict[str, Any]] = {
+    **{name: {"action": _AddPairs, "nargs": "+", "default": {}} for name in ("--kwargs", "--sizes")},
+    "--pin": {"action": _AddPairs, "nargs": 1, "default": {}},
+    "--input": {"dest": "inputs", **REPEATED},
+    "--dynamic": REPEATED,
+    "--leaf": {"dest": "leaf_modules", **REPEATED},
+    "--target": {"dest": "loss_target"},
+    "--schedule": {"choices": [name for name in SCHEDULES if name != "inference"]},
+    "--checkpoint": {"choices": ["auto", *CHECKPOINTS]},
+}
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parsers, group = _parser_of_option(), parser.add_argument_group()
     text = OPTIONS_TEXT.format(
         inputs=ACCEPTED_INPUTS.capitalize(),
-        schedules=", ".join(CHOICES["--schedule"]),
+        schedules=", ".join(SPECIAL_KEYWORDS["--schedule"]["choices"]),
         checkpoints=", ".join(CHECKPOINTS),
     )
     for block in re.split(r"\n(?=\S)", text.rstrip()):
@@ -400,16 +412,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
             group = parser.add_argument_group(metavar)
             continue
         keywords: dict[str, Any] = {"help": " ".join(map(str.strip, lines)).replace("%", "%%")}
-        if not metavar:
-            group.add_argument(name, action="store_true", **keywords)
-            continue
-        if name in REPEATED:
-            keywords |= {"action": "append", "default": []}
-        elif name in WITH_SEVERAL_VALUES:
-            keywords |= {"action": "extend", "nargs": "+", "default": []}
-        parse = _argparse_type(parsers[name]) if name in parsers else str
-        dest = "loss_target" if name == "--target" else None
-        group.add_argument(name, type=parse, metavar=metavar, choices=CHOICES.get(name), dest=dest, **keywords)
+        if metavar:
+            parse = _argparse_type(parsers[name]) if name in parsers else str
+            keywords |= {"type": parse, "metavar": metavar} | SPECIAL_KEYWORDS.get(name, {})
+        else:
+            keywords["action"] = "store_true"
+        group.add_argument(name, **keywords)
 
 
 def parse_memory_limit_option(text: str) -> str | list[str]:
@@ -443,13 +451,6 @@ def _parse_mesh_option(text: str) -> tuple[str, ...]:
     return names
 
 
-def _parse_optimizer_state(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ArgumentError(f"{text!r}: expected a number, as in 2") from None
-
-
 def parse_whole_number(text: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d{0,5}", text):
         raise ArgumentError(f"{text!r}: expected a whole number, at least 1")
@@ -461,7 +462,9 @@ def _parse_number_or_auto(text: str) -> int | str:
 
 
 def _argparse_type(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Adapts `parse` to argparse, which would replace the message of a ValueError."""
+    """Adapts `parse` to argparse, which would replace the message of a ValueError, as it should for `int`."""
+    if isinstance(parse, type):
+        return parse
 
     def parsed(text: str) -> T:
         try:
@@ -486,36 +489,41 @@ def check_outputs(outputs: Mapping[str, Path]) -> None:
         check_output_path(path, OUTPUT_FORMATS[option], f"--{option}: {OUTPUT_NAMES[option]}")
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request. Options that were not given are None or empty, and use the defaults of `fxpipe.plan`."""
+class Request(argparse.Namespace):
+    """A request. Options that were not given are None, False or empty, and use the defaults of `fxpipe.plan`."""
 
     target: Subject
-    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the factory, or fields of the configuration
-    inputs: tuple[InputOption, ...] = ()
-    loss: Target | None = None
-    loss_target: InputOption | None = None
-    meta: bool = False  # build the model without memory
-    eval: bool = False
-    devices: DevicesOption | None = None
-    stages_per_device: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # given options of `fxpipe.plan`
-    dynamic: tuple[DynamicOption, ...] = ()
-    sizes: dict[str, int] = field(default_factory=dict)  # dynamic sizes at which figures are shown
-    json: bool = False
-    code: int | None = None  # the stage whose code is printed
-    sweep: bool = False
-    tune: bool = False
-    all: bool = False  # every row of --tune
-    outputs: dict[str, Path] = field(default_factory=dict)  # by option
-    no_progress: bool = False
-    data_parallel: int | str | None = None  # replicas; None: not given
-    is_cluster: bool = False  # the number of nodes was given
+    kwargs: dict[str, Any]  # arguments of the factory, or fields of the configuration
+    inputs: list[InputOption]
+    loss: Target | None
+    loss_target: InputOption | None
+    meta: bool  # build the model without memory
+    eval: bool
+    dynamic: list[DynamicOption]
+    devices: DevicesOption | None
+    nodes: int | None
+    devices_per_node: int | None
+    hardware: str | Hardware | None  # with the numbers of nodes and devices
+    data_parallel: int | str | None
+    stages_per_device: int | None
+    options: dict[str, Any]  # given options of `fxpipe.plan`, except devices, stages_per_device and dynamic_shapes
+    sizes: dict[str, int]  # dynamic sizes at which figures are shown
+    json: bool
+    code: int | None  # the stage whose code is printed
+    sweep: bool
+    tune: bool
+    all: bool  # every row of --tune
+    no_progress: bool
+
+    @property
+    def outputs(self) -> dict[str, Path]:
+        """The requested files, by option."""
+        return {name: path for name in OUTPUT_FORMATS if (path := getattr(self, name)) is not None}
 
     @property
     def chooses_replicas(self) -> bool:
         """Returns True if the tuner chooses the number of replicas."""
-        is_open = self.data_parallel is None and self.is_cluster and self.options.get("balance") != "pipedream"
+        is_open = self.data_parallel is None and self.nodes is not None and self.options.get("balance") != "pipedream"
         return self.data_parallel == "auto" or is_open
 
     @property
@@ -525,54 +533,46 @@ class Request:
 
 
 PLAN_OPTIONS = (
-    *("chunks", "schedule", "checkpoint", "balance"),
-    *("memory_limit", "optimizer_state", "hardware", "mesh", "processes"),
+    *("chunks", "schedule", "checkpoint", "balance", "memory_limit", "optimizer_state", "hardware", "mesh"),
+    *("processes", "data_parallel", "leaf_modules", "pin"),
 )
-STEP_OPTIONS = ("chunks", "schedule", "checkpoint", "hardware", "mesh", "processes")
-
-
-PLAIN_OPTIONS = (
-    *("target", "loss", "loss_target", "meta", "eval", "devices", "stages_per_device", "data_parallel"),
-    *("json", "code", "sweep", "tune", "all", "no_progress"),
+MODEL_OPTIONS = (  # a saved plan does not take them
+    *("kwargs", "inputs", "loss", "loss_target", "meta", "eval", "dynamic", "devices", "stages_per_device"),
+    *("balance", "memory_limit", "optimizer_state", "leaf_modules", "pin", "sweep"),
 )
-OPTION_ARGUMENTS = (*PLAN_OPTIONS, "devices", "stages_per_device", "pin", "data_parallel")
 
 
 def parse_request(argv: Sequence[str]) -> Request:
     """Parses a command line, without loading any user code."""
-    arguments = make_parser().parse_args(argv)
-    options = {name: getattr(arguments, name) for name in PLAN_OPTIONS}
-    options["chunks"] = None if arguments.chunks == "auto" else arguments.chunks
-    options["processes"] = arguments.processes or None
-    options["hardware"] = cluster_hardware(
-        arguments.hardware, arguments.nodes, arguments.devices_per_node, arguments.devices
-    )
-    if arguments.data_parallel not in (None, "auto"):
-        options["data_parallel"] = arguments.data_parallel
-    options["leaf_modules"] = tuple(arguments.leaf) or None
-    options["pin"] = _dict_without_repeats(arguments.pin, "--pin") or None
-    request = Request(
-        kwargs=_dict_without_repeats(arguments.kwargs, "--kwargs"),
-        inputs=tuple(arguments.input),
-        options={name: value for name, value in options.items() if value is not None},
-        dynamic=tuple(arguments.dynamic),
-        sizes=_dict_without_repeats(arguments.sizes, "--sizes"),
-        outputs={name: path for name in OUTPUT_FORMATS if (path := getattr(arguments, name)) is not None},
-        is_cluster=arguments.nodes is not None,
-        **{name: getattr(arguments, name) for name in PLAIN_OPTIONS},
-    )
+    parser = make_parser()
+    request = parser.parse_args(argv, namespace=Request())
+    chosen = {name: value for name, value in vars(request).items() if value != parser.get_default(name)}
+    if isinstance(request.target, Path):
+        for name in MODEL_OPTIONS:
+            if name in chosen:
+                raise ArgumentError(
+                    f"{_option_name(name)} needs the model, and {request.target} is a plan that is made already; "
+                    "give the factory"
+                )
+    request.hardware = cluster_hardware(request.hardware, request.nodes, request.devices_per_node, request.devices)
+    chosen["hardware"] = request.hardware
+    request.options = {name: chosen[name] for name in PLAN_OPTIONS if chosen.get(name) is not None}
+    for name in ("chunks", "data_parallel"):
+        if request.options.get(name) == "auto":
+            del request.options[name]
     _check_option_combination(request)
     return request
 
 
-OPTION_OF_ARGUMENT = {
-    "leaf_modules": "--leaf",
-    "batch_size": "--input",
-    **{name: f"--{name.replace('_', '-')}" for name in OPTION_ARGUMENTS},
-}
-_GIVEN_ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(OPTION_OF_ARGUMENT)})=('[^']*'|\[[^\]]*\]|\w[\w.]*)")
+def _option_name(argument: str) -> str:
+    others = {"leaf_modules": "leaf", "batch_size": "input", "inputs": "input", "loss_target": "target"}
+    return f"--{others.get(argument, argument).replace('_', '-')}"
+
+
+_REPLACED = "|".join((*PLAN_OPTIONS, "devices", "stages_per_device", "batch_size"))
+_GIVEN_ARGUMENT = re.compile(rf"(?<![\w.-])({_REPLACED})=('[^']*'|\[[^\]]*\]|\w[\w.]*)")
 # At the beginning, or in brackets.
-_NAMED_ARGUMENT = re.compile(rf"(?:^(?=\w+(?:: |\[))|(?<=\()(?=\w+\)))({'|'.join(OPTION_OF_ARGUMENT)})\b")
+_NAMED_ARGUMENT = re.compile(rf"(?:^(?=\w+(?:: |\[))|(?<=\()(?=\w+\)))({_REPLACED})\b")
 
 
 def as_options(text: str) -> str:
@@ -580,30 +580,21 @@ def as_options(text: str) -> str:
 
     def option(match: re.Match[str]) -> str:
         value = match[2].strip("[]").replace("'", "").replace(", ", ",")
-        return f"{OPTION_OF_ARGUMENT[match[1]]} {value}"
+        return f"{_option_name(match[1])} {value}"
 
     text = _GIVEN_ARGUMENT.sub(option, text)
-    return _NAMED_ARGUMENT.sub(lambda match: OPTION_OF_ARGUMENT[match[0]], text)
-
-
-def _dict_without_repeats(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in values:
-            raise ArgumentError(f"{option}: {name!r} is given twice")
-        values[name] = value
-    return values
+    return _NAMED_ARGUMENT.sub(lambda match: _option_name(match[0]), text)
 
 
 def _check_option_combination(request: Request) -> None:
-    """Raises `ArgumentError` for options that exclude each other, or that a saved plan does not allow."""
+    """Raises `ArgumentError` for options that exclude each other."""
     if request.code is not None and (request.json or request.sweep or request.tune):
         other = "json" if request.json else "sweep" if request.sweep else "tune"
         raise ArgumentError(f"--code prints the code of a stage and nothing else; leave --{other} out")
     if request.chooses_replicas and request.sweep:
         raise ArgumentError("--sweep compares numbers of devices, and a cluster has as many as it has: leave one out")
-    is_plan = isinstance(request.target, PlanFile)
-    if request.data_parallel is not None and "hardware" not in request.options and not is_plan:
+    is_plan = isinstance(request.target, Path)
+    if request.data_parallel is not None and request.hardware is None and not is_plan:
         raise ArgumentError("--data-parallel without --hardware: the links between replicas are not known; give it")
     if request.sweep and request.tune:
         raise ArgumentError("--sweep and --tune are two questions: ask one after the other")
@@ -611,27 +602,5 @@ def _check_option_combination(request: Request) -> None:
         raise ArgumentError("--all shows every row of --tune; give that, or leave --all out")
     if request.loss_target is not None and request.loss is None:
         raise ArgumentError("--target without --loss: give both, or neither where the model returns its loss")
-    if not isinstance(request.target, PlanFile):
-        return
-    if request.data_parallel == "auto":
+    if is_plan and request.data_parallel == "auto":
         raise ArgumentError("--data-parallel auto needs the model: a plan has its devices; give a number of replicas")
-    of_the_model = {
-        "--kwargs": request.kwargs,
-        "--input": request.inputs,
-        "--loss": request.loss,
-        "--target": request.loss_target,
-        "--meta": request.meta,
-        "--eval": request.eval,
-        "--dynamic": request.dynamic,
-        "--devices": request.devices,
-        "--stages-per-device": request.stages_per_device,
-        "--sweep": request.sweep,
-        **{f"--{name.replace('_', '-')}": name in request.options for name in PLAN_OPTIONS if name not in STEP_OPTIONS},
-        "--leaf": "leaf_modules" in request.options,
-        "--pin": "pin" in request.options,
-    }
-    for name, is_given in of_the_model.items():
-        if is_given:
-            raise ArgumentError(
-                f"{name} needs the model, and {request.target} is a plan that is made already; give the factory"
-            )

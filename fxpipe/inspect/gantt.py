@@ -14,15 +14,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from math import ceil
 from pathlib import Path
 
 from fxpipe.errors import ArgumentTypeError
 from fxpipe.inspect.memory_chart import CHART_HEAD, memory_chart
-from fxpipe.inspect.scene import Bars, Group, Item, Line, Rect, Scene, Text
+from fxpipe.inspect.scene import Bars, Item, Line, Rect, Scene, Text
 from fxpipe.inspect.style import (
+    DARK_KINDS,
     FAINT,
     GRID,
+    INK,
     KIND_COLOURS,
     PAPER,
     RECEIVING_COLOUR,
@@ -31,7 +34,6 @@ from fxpipe.inspect.style import (
     fit_text,
     legend_items,
     printable,
-    text_colour_on,
     text_width,
     time_ticks,
 )
@@ -71,48 +73,39 @@ def _span_boxes(span: Span, frame: TimeAxis, y: float, height: float) -> Iterato
         yield Rect(start, y, width, height, KIND_COLOURS[span.action.kind], PAPER if width >= RIM else "", title=title)
 
 
-@dataclass(frozen=True, slots=True)
-class BoxNames:
-    texts: tuple[Text, ...]
-    are_stacked: bool  # in some boxes the stage is above the micro-batch
+def box_names(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> Iterator[Text]:
+    """Names the boxes of a kind on a device in one form: the longest and largest that fits nearly all, or the first.
 
-
-def box_names(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> BoxNames:
-    """Chooses one form of name for the boxes of a kind on a device: the longest and largest that fits nearly all.
-
-    The forms are `F3`, then `3`; if a device has several stages, `2F3`, then 2 above 3. If no form fits nearly all,
-    the boxes that the first form fits have names.
+    The forms are `F3`, then `3`; if a device has several stages, `2F3`, then 2 above 3.
     """
-    letters = text_size_for(height)
+    letters, loops = text_size_for(height), has_looped_stages(step.spans)
     if letters < SMALLEST_TEXT:
-        return BoxNames((), False)
+        return
     spans_by_kind: defaultdict[tuple[int, ActionKind], list[tuple[Span, str]]] = defaultdict(list)
     for span, name in zip(step.spans, span_names(step.spans), strict=True):
         spans_by_kind[span.device, span.action.kind].append((span, name))
-    loops = has_looped_stages(step.spans)
-    texts: list[Text] = []
-    are_stacked = False
-    for (device, kind), row in spans_by_kind.items():
-        sorts: list[list[tuple[str, ...]]] = [[(name,) for _, name in row]]
-        if not loops:
-            sorts.append([(str(span.action.micro_batch),) for span, _ in row])
-        elif height >= 2 * LEADING * SMALLEST_TEXT:
-            sorts.append([(str(span.action.stage), str(span.action.micro_batch)) for span, _ in row])
-        rooms = [_span_places(span, frame)[1:] for span, _ in row]
-        options = [
-            (names, size, _fitting_names(names, size, rooms))
-            for names in sorts
-            for size in (letters, smaller_text_size(letters))
-            if len(names[0]) * LEADING * size <= height or len(names[0]) == 1
-        ]
-        good = (one for one in options if len(one[2]) >= NEARLY_ALL * len(row))
-        chosen, size, fitting = next(good, options[0])
-        are_stacked = are_stacked or len(chosen[0]) > 1
-        for k in fitting:
-            for place, text in enumerate(chosen[k]):
-                y = top + device * pitch + height / 2 + size * (0.36 + LEADING * (place - (len(chosen[k]) - 1) / 2))
-                texts.append(Text(sum(rooms[k]) / 2, y, text, size, text_colour_on(KIND_COLOURS[kind]), "middle"))
-    return BoxNames(tuple(texts), are_stacked)
+    for (device, _), row in spans_by_kind.items():
+        options: list[list[list[Text]]] = []  # by form, the lines of each name that fits
+        for is_short, size in product((False, True), (letters, smaller_text_size(letters))):
+            options.append([])
+            for span, name in row:
+                numbers = (span.action.stage, span.action.micro_batch)[0 if loops else 1 :]
+                lines = list(map(str, numbers)) if is_short else [name]
+                options[-1] += _fitting_lines(lines, size, span, frame, top + device * pitch, height)
+        chosen = next((names for names in options if len(names) >= NEARLY_ALL * len(row)), options[0])
+        yield from chain(*chosen)
+
+
+def _fitting_lines(
+    lines: Sequence[str], size: float, span: Span, frame: TimeAxis, y: float, height: float
+) -> Iterator[list[Text]]:
+    """Yields the lines in the middle of a span's box if they fit."""
+    _, left, right = _span_places(span, frame)
+    depth = size * (1 + LEADING * (len(lines) - 1))
+    if max(text_width(line, size) for line in lines) + NAME_SLACK <= right - left and depth <= height:
+        fill, base = PAPER if span.action.kind in DARK_KINDS else INK, y + (height - depth) / 2 + 0.86 * size
+        middle = (left + right) / 2
+        yield [Text(middle, base + k * LEADING * size, line, size, fill, "middle") for k, line in enumerate(lines)]
 
 
 def text_size_for(height: float) -> float:
@@ -121,11 +114,6 @@ def text_size_for(height: float) -> float:
 
 def smaller_text_size(letters: float) -> float:
     return max(SMALLEST_TEXT, letters * 0.75)
-
-
-def _fitting_names(names: Sequence[tuple[str, ...]], size: float, rooms: Sequence[tuple[float, float]]) -> list[int]:
-    widths = (max(text_width(line, size) for line in lines) for lines in names)
-    return [k for k, (width, (a, b)) in enumerate(zip(widths, rooms, strict=True)) if width + NAME_SLACK <= b - a]
 
 
 def _merged_boxes(row: Sequence[Span], device: int, frame: TimeAxis, y: float, height: float) -> Iterator[Item]:
@@ -204,36 +192,30 @@ def draw_gantt(step: StepTimeline, *, title: str = "") -> Scene:
     layout, n = gantt_layout(step), len(step.devices)
     frame, rows = layout.frame, (layout.top, layout.pitch, layout.height)
     width = max(layout.columns[-1], frame.right + 8 + 70) + GANTT_MARGIN
-    names = box_names(step, frame, *rows)
+    names = list(box_names(step, frame, *rows))
     headline, facts = " ".join(printable(title).split()) or _headline(step), _facts(step)
-    if names.are_stacked:
+    if has_looped_stages(step.spans) and any(name.text.isdecimal() for name in names):
         facts += "; numbers in boxes: stage above micro-batch"
 
+    bottom = end = layout.top + n * layout.pitch
+    chart: list[Item] = []
+    grid = [(layout.top - 2, bottom + 4)]
+    if step.memory:
+        chart, end = memory_chart(step.memory, step.limits, frame, bottom + 34)
+        grid.append((bottom + 34 + CHART_HEAD, end))
     bold_title = fit_text(headline, width - 2 * GANTT_MARGIN, 15, is_bold=True)
-    still: list[Item] = [
+    items = (
+        *_time_ticks(frame, bottom + 15, grid),
+        *action_boxes(step, frame, *rows),
+        *names,
+        *chart,
         Text(GANTT_MARGIN, GANTT_MARGIN + 14, bold_title, 15, is_bold=True),
         Text(GANTT_MARGIN, GANTT_MARGIN + 32, fit_text(facts, width - 2 * GANTT_MARGIN, 11), 11, FAINT),
         *legend_items(_legend_entries(step), frame.left, GANTT_MARGIN + 54, frame.width),
         *_row_labels(layout),
-    ]
-    bottom = end = layout.top + n * layout.pitch
-    grid = [(layout.top - 2, bottom + 4)]
-    chart = None
-    if step.memory:
-        begin = bottom + 34
-        chart = memory_chart(step.memory, step.limits, [f"device {d}" for d in range(n)], frame, begin)
-        end = begin + chart.height
-        grid.append((begin + CHART_HEAD, end))
-        still += chart.fixed_items
-    moving = [
-        Group(tuple(_time_ticks(frame, bottom + 15, grid)), "ticks"),
-        Group(tuple(action_boxes(step, frame, *rows)), "boxes"),
-        Group(names.texts, "names"),
-        *([Group(chart.time_items, "memory")] if chart else []),
-    ]
-    told = f"{headline}. {facts}" if title else f"Timeline of {headline}. {facts}"
-    depth = end + GANTT_MARGIN + (0 if chart else 8)
-    return Scene(width, depth, (Group(tuple(moving), "time"), *still), told)
+    )
+    described = f"{headline}. {facts}" if title else f"Timeline of {headline}. {facts}"
+    return Scene(width, end + GANTT_MARGIN + (0 if chart else 8), items, described)
 
 
 def _row_labels(layout: GanttLayout) -> Iterator[Text]:
@@ -332,10 +314,6 @@ def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> 
 
 def step_html(step: StepTimeline) -> str:
     """Formats a step for a notebook: the timeline, and the time and (of a simulation) memory of each device."""
-    title = f"{step.schedule}: step {human_seconds(step.seconds)}, bubble {percent(step.mean_bubble)}"
-    facts = (
-        f"{'simulated' if step.is_simulated else 'measured'}: {count_text(step.stages, 'stage')}, "
-        f"{count_text(step.micro_batches, 'micro-batch', 'es')}"
-    )
     table = device_table(step.devices, step.busy, step.bubble, step.memory, step.limits, *MEMORY_PARTS)
-    return notebook_view(title, facts, notebook_picture(svg_of(draw_gantt(step))), table.for_notebook())
+    picture = notebook_picture(svg_of(draw_gantt(step)))
+    return notebook_view(_headline(step), _facts(step), picture, table.for_notebook())

@@ -7,7 +7,7 @@ model if the type has one, else a classifier, else the base model. If the user g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,10 +53,7 @@ def load_hugging_face_model(model_type: ModelType, kwargs: Mapping[str, Any]) ->
     try:
         import transformers
 
-        from fxpipe.inspect.random_weights import RepeatedRandomWeights
-
-        with RepeatedRandomWeights():
-            model: nn.Module = getattr(transformers, name).from_config(config)
+        model: nn.Module = getattr(transformers, name).from_config(config)
     except Exception as error:
         raise ArgumentError(
             f"{model_type}: {name} cannot be made of its configuration: {describe_error(error)}"
@@ -67,17 +64,9 @@ def load_hugging_face_model(model_type: ModelType, kwargs: Mapping[str, Any]) ->
 def example_inputs(model: nn.Module, least_batch: int = 1) -> tuple[InputOption, ...]:
     """Returns named shapes for the model's inputs, with at least `least_batch` samples."""
     config: Any = model.config
-    wanted = _wanted_inputs(model)
-    batch = max(TEXT_BATCH, least_batch)
-    makers: dict[str, Callable[[Any, int], InputShape]] = {
-        "input_ids": _text_shape,
-        "decoder_input_ids": _text_shape,
-        "pixel_values": _image_shape,
-        "input_features": _spectrogram_shape,
-        "input_values": _waveform_shape,
-    }
+    wanted, batch = _wanted_inputs(model), max(TEXT_BATCH, least_batch)
     try:
-        return tuple(InputOption(makers[name](config, batch), name) for name in wanted)
+        return tuple(InputOption(_input_shape(name, config, batch), name) for name in wanted)
     except (KeyError, AttributeError, TypeError):
         names = " ".join(f"--input {name}=..." for name in wanted)
         raise ArgumentError(
@@ -158,24 +147,20 @@ def _text_config(config: Any) -> Any:
     return getattr(config, "text_config", None) or config
 
 
-def _text_shape(config: Any, batch: int) -> InputShape:
-    most = [getattr(_text_config(config), name, None) for name in ("max_position_embeddings", "n_positions")]
-    most += [getattr(config, "max_target_positions", None)]
-    return InputShape(
-        (batch, min([TEXT_LENGTH, *(size for size in most if isinstance(size, int) and size > 0)])), "int64"
-    )
-
-
-def _image_shape(config: Any, batch: int) -> InputShape:
-    vision = getattr(config, "vision_config", None) or config
-    size = getattr(vision, "image_size", 224)
-    height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    return InputShape((batch, getattr(vision, "num_channels", 3), int(height), int(width)), "float32")
-
-
-def _spectrogram_shape(config: Any, batch: int) -> InputShape:
-    return InputShape((batch, config.num_mel_bins, 2 * config.max_source_positions), "float32")
-
-
-def _waveform_shape(config: Any, batch: int) -> InputShape:
-    return InputShape((batch, RAW_AUDIO), "float32")
+def _input_shape(name: str, config: Any, batch: int) -> InputShape:
+    match name:
+        case "input_ids" | "decoder_input_ids":
+            most = [getattr(_text_config(config), name, None) for name in ("max_position_embeddings", "n_positions")]
+            most += [getattr(config, "max_target_positions", None)]
+            length = min([TEXT_LENGTH, *(size for size in most if isinstance(size, int) and size > 0)])
+            return InputShape((batch, length), "int64")
+        case "pixel_values":
+            vision = getattr(config, "vision_config", None) or config
+            size = getattr(vision, "image_size", 224)
+            height, width = size if isinstance(size, (tuple, list)) else (size, size)
+            return InputShape((batch, getattr(vision, "num_channels", 3), int(height), int(width)), "float32")
+        case "input_features":  # a spectrogram
+            return InputShape((batch, config.num_mel_bins, 2 * config.max_source_positions), "float32")
+        case "input_values":
+            return InputShape((batch, RAW_AUDIO), "float32")
+    raise KeyError(name)

@@ -1,17 +1,29 @@
-"""The JSON document of all findings, for programs."""
+"""All findings of the command, as data and as a JSON document for programs."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from fxpipe.inspect.step_summary import StepSummary
+from fxpipe.inspect.step_summary import Outcome, StepSummary
+from fxpipe.inspect.targets import InputOption
+from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.figures import StageFigures, plan_figures, size_figures
+from fxpipe.planning.tuning.tuning_result import Tuning
+from fxpipe.simulation import Simulation
 
-if TYPE_CHECKING:
-    from fxpipe.inspect.run import Findings
-    from fxpipe.planning.plans import Plan
-    from fxpipe.simulation import Simulation
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The findings of the command; None or empty if not requested."""
+
+    name: str  # the target
+    plan: Plan | None = None  # None: it does not fit, but a sweep was requested
+    simulation: Simulation | None = None  # a step of the plan
+    schedules: tuple[StepSummary, ...] = ()  # the plan's schedule first
+    drawn: tuple[InputOption, ...] = ()  # random inputs, if none were given
+    sweep: tuple[Outcome, ...] = ()
+    tuning: Tuning | None = None  # its best candidate is the plan
 
 
 def findings_document(findings: Findings) -> dict[str, Any]:
@@ -163,9 +175,9 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "bottlenecks": list(map(asdict, plan.bottlenecks)),
         "totals": {
             "slowest_to_mean": figures.slowest_to_mean,
-            "bubble": figures.mean_bubble,
-            "device_bubbles": list(figures.bubble),
-            "step_seconds": figures.step_seconds,
+            "bubble": figures.simulation.mean_bubble,
+            "device_bubbles": list(figures.simulation.bubble),
+            "step_seconds": figures.simulation.step_seconds,
             "parameter_bytes": sum(stage.parameter_bytes for stage in plan.stages),
         },
     }

@@ -146,7 +146,7 @@ def plan_headline(plan: PlanData, *, always_counts_devices: bool = False) -> str
 def plan_choices(plan: PlanData) -> str:
     name = plan.schedule.partition(":")[0]  # without a user's table
     return (
-        f"schedule {name}, checkpoint {_checkpoint_text(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
+        f"schedule {name}, checkpoint {checkpoint_text(plan.modes)}, balance {plan.balance}, tracer {plan.tracer}, "
         f"graph {plan.fingerprint[:12]}"
     )
 
@@ -200,12 +200,14 @@ def _bottlenecks(plan: PlanData) -> str:
     )
 
 
-def _checkpoint_text(plan: PlanData) -> str:
+def checkpoint_text(modes: str | Sequence[str]) -> str:
     """Formats the mode of most stages, and the exceptions: `never (always in stages 1-2, 5)`."""
-    most, *others = sorted(dict.fromkeys(plan.modes), key=lambda mode: -plan.modes.count(mode))
+    if isinstance(modes, str):
+        return modes
+    most, *others = sorted(dict.fromkeys(modes), key=lambda mode: -modes.count(mode))
     where = []
     for mode in others:
-        places = [j for j, one in enumerate(plan.modes) if one == mode]
+        places = [j for j, one in enumerate(modes) if one == mode]
         where.append(f"{mode} in stage{'' if len(places) == 1 else 's'} {number_ranges(places)}")
     return f"{most} ({'; '.join(where)})" if where else most
 
@@ -284,20 +286,22 @@ def _list_items(lines: Sequence[str]) -> list[str]:
 
 
 def _totals(plan: PlanData, figures: PlanFigures) -> str:
-    parameters = human_bytes(sum(stage.parameter_bytes for stage in plan.stages))
+    parameters, step = human_bytes(sum(stage.parameter_bytes for stage in plan.stages)), figures.simulation
     totals = (
-        f"balance {figures.slowest_to_mean:.2f} (slowest device / mean), bubble {percent(figures.mean_bubble)} "
-        f"of device time, step {human_seconds(figures.step_seconds)}, parameters {parameters}"
+        f"balance {figures.slowest_to_mean:.2f} (slowest device / mean), bubble {percent(step.mean_bubble)} "
+        f"of device time, step {human_seconds(step.step_seconds)}, parameters {parameters}"
     )
-    fits = str(figures.fits) if {*figures.fits} != {None} else ""
-    return "\n".join(wrap_text(line) for line in (totals, fits, figures.host_note) if line)
+    fit = step.fits
+    fits = str(fit) if {*fit} != {None} else ""
+    return "\n".join(wrap_text(line) for line in (totals, fits, step.host_note) if line)
 
 
 def plan_html(plan: PlanData) -> str:
     figures = plan_figures(plan)
+    step = figures.simulation
     facts = (
-        f"schedule {plan.schedule.partition(':')[0]}; step {human_seconds(figures.step_seconds)}, "
-        f"bubble {percent(figures.mean_bubble)}, slowest device {figures.slowest_to_mean:.2f} times the mean one"
+        f"schedule {plan.schedule.partition(':')[0]}; step {human_seconds(step.step_seconds)}, "
+        f"bubble {percent(step.mean_bubble)}, slowest device {figures.slowest_to_mean:.2f} times the mean one"
     )
     parts = [Table(STAGE_COLUMNS, figures.stages[:MAX_HTML_STAGES]).for_notebook()]
     if len(plan.stages) > MAX_HTML_STAGES:

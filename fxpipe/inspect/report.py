@@ -6,7 +6,7 @@ Scripts only sort the tables, and show steps with other numbers of micro-batches
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import fxpipe
@@ -25,7 +25,7 @@ from fxpipe.inspect.plan_text import (
 from fxpipe.inspect.scene import Scene
 from fxpipe.inspect.stage_graph import draw_stage_graph
 from fxpipe.inspect.step_summary import (
-    StepSummary,
+    Outcome,
     critical_path_text,
     outcome_of,
     run_columns,
@@ -125,40 +125,17 @@ MAX_CHUNKS = 512
 MAX_STAGE_CELLS = 10_000  # stages times micro-batches: more take seconds to simulate, and their picture is grey
 
 
-@dataclass(frozen=True, slots=True)
-class ChunksVariant:
-    """The step for one number of micro-batches."""
-
-    chunks: int
-    samples: int  # in the largest micro-batch
-    simulation: Simulation
-    run: StepSummary
-    is_own: bool  # the number of the plan
-
-    @property
-    def label(self) -> str:
-        most = "" if self.chunks == 1 else "at most "
-        return f"{count_text(self.chunks, 'micro-batch', 'es')} of {most}{count_text(self.samples, 'sample')}"
-
-    @property
-    def over_bytes(self) -> float:
-        return self.run.over_bytes
-
-
-def chunks_variants(plan: Plan) -> tuple[ChunksVariant, ...]:
+def chunks_variants(plan: Plan) -> dict[int, Simulation]:
     """Simulates 1, 2, 4, ... micro-batches and the plan's number; only the latter if the schedule is a fixed table."""
-    batch, variants = plan.batch or plan.micro_batch * plan.micro_batches, []
+    variants: dict[int, Simulation] = {}
     for chunks in chunks_to_compare(plan):
-        is_own = chunks == plan.micro_batches
         try:
             simulation = fxpipe.simulate(plan, chunks=chunks)
+            variants[simulation.micro_batches] = simulation  # fewer than `chunks` if there are fewer samples
         except FxpipeError:
-            if is_own:
+            if chunks == plan.micro_batches:
                 raise
-            continue
-        samples, run = largest_micro_batch(batch, chunks), summarize_step(simulation, plan)
-        variants.append(ChunksVariant(chunks, samples, simulation, run, is_own))
-    return tuple(variants)
+    return variants
 
 
 def chunks_to_compare(plan: Plan) -> Iterator[int]:
@@ -169,32 +146,48 @@ def chunks_to_compare(plan: Plan) -> Iterator[int]:
 
 def steps_section(plan: Plan) -> str:
     """Formats a part for each number of micro-batches, with a slider; the plan's part is visible."""
-    variants = chunks_variants(plan)
-    parts = [_step_part(plan, variant) for variant in variants]
+    variants, batch = chunks_variants(plan), plan.batch or plan.micro_batch * plan.micro_batches
+    samples = {chunks: largest_micro_batch(batch, chunks) for chunks in variants}
+    labels = [
+        f"{count_text(chunks, 'micro-batch', 'es')} of {'' if chunks == 1 else 'at most '}{count_text(size, 'sample')}"
+        for chunks, size in samples.items()
+    ]
+    parts = [
+        f'<div data-chunks="{chunks}" data-label="{label}"{"" if chunks == plan.micro_batches else " hidden"}>\n'
+        f"{_step_part(plan, simulation)}\n</div>"
+        for (chunks, simulation), label in zip(variants.items(), labels, strict=True)
+    ]
     if len(variants) == 1:
         return parts[0]
-    own = next(k for k, variant in enumerate(variants) if variant.is_own)
+    own = list(variants).index(plan.micro_batches)
     slider = (
         '<div class="chunks" hidden>\n<label for="chunks">Micro-batches</label>\n'
         f'<input id="chunks" type="range" min="0" max="{len(variants) - 1}" step="1" value="{own}" '
-        'autocomplete="off">\n'
-        f'<output for="chunks">{variants[own].label}</output>\n</div>'
+        f'autocomplete="off">\n<output for="chunks">{labels[own]}</output>\n</div>'
     )
-    columns: list[Column[ChunksVariant]] = [
-        Column("micro-batches", lambda row: Cell(str(row.chunks), row.chunks, "the plan's" if row.is_own else "")),
-        number_column("samples in one", lambda row: row.samples),
-        *run_columns(variants),
+
+    def chunks_of(row: Outcome) -> int:
+        return row.run.micro_batches if row.run else 0
+
+    def chunks_cell(row: Outcome) -> Cell:
+        chunks = chunks_of(row)
+        return Cell(str(chunks), chunks, "the plan's" if chunks == plan.micro_batches else "")
+
+    runs = [summarize_step(simulation, plan) for simulation in variants.values()]
+    rows = [Outcome(run.schedule, len(plan.row_devices), run) for run in runs]
+    columns: list[Column[Outcome]] = [
+        Column("micro-batches", chunks_cell),
+        number_column("samples in one", lambda row: samples[chunks_of(row)]),
+        *run_columns(rows),
     ]
-    overview = Table(columns, variants).for_report("micro-batches")
+    overview = Table(columns, rows).for_report("micro-batches")
     return "\n".join([slider, *parts, "<h3>Numbers of micro-batches compared</h3>", overview])
 
 
-def _step_part(plan: Plan, variant: ChunksVariant) -> str:
-    simulation = variant.simulation
+def _step_part(plan: Plan, simulation: Simulation) -> str:
     names = [f"{d}: {name}".removesuffix(": ") for d, name in enumerate(simulation.devices)]
     parts = [
-        f'<div data-chunks="{variant.chunks}" data-label="{variant.label}"{"" if variant.is_own else " hidden"}>',
-        _step_figures(plan, variant),
+        _step_figures(plan, simulation),
         _figure("timeline", draw_gantt(simulation.as_step())),
         _note(f"The critical path, which decides how long the step is: {critical_path_text(simulation)}."),
         _note(f"The step is {simulation.host_note}.") if simulation.host_note else "",
@@ -209,7 +202,7 @@ def _step_part(plan: Plan, variant: ChunksVariant) -> str:
         ]
         table = Table(columns, [row for row in simulation.sent.items() if row[1]])
         parts += ["<h3>Sent in a step</h3>", table.for_report("links")]
-    return "\n".join([*parts, "</div>"])
+    return "\n".join(parts)
 
 
 def _devices_table(plan: Plan, simulation: Simulation) -> Table[DeviceFigures]:
@@ -220,8 +213,8 @@ def _devices_table(plan: Plan, simulation: Simulation) -> Table[DeviceFigures]:
     return replace(table, columns=[*table.columns[:2], text_column("stages", stages), *table.columns[2:]])
 
 
-def _step_figures(plan: Plan, variant: ChunksVariant) -> str:
-    simulation, run = variant.simulation, variant.run
+def _step_figures(plan: Plan, simulation: Simulation) -> str:
+    run = summarize_step(simulation, plan)
     step, samples = run.step_seconds, simulation.samples
     rate = f"{three_digits(samples / step)} samples a second" if samples and step else ""
     update = f"{human_seconds(simulation.update_seconds)} of updates after it" if simulation.update_seconds else ""

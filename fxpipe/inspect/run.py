@@ -1,10 +1,12 @@
-"""Runs a request; returns all that is shown as data: the plan, a simulated step, comparisons."""
+"""Runs a request: all that is shown as data (the plan, a simulated step, comparisons), and their output."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import fxpipe
 from fxpipe._torch.error_messages import allocator_error, requested_bytes
 from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, TooManyStagesError
 from fxpipe.inspect.cli_options import (
-    PlanFile,
+    OUTPUT_NAMES,
     Request,
     check_outputs,
     devices_of_option,
@@ -24,14 +26,24 @@ from fxpipe.inspect.cli_options import (
     first_devices,
     most_devices,
 )
+from fxpipe.inspect.gantt import save_timeline
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
+from fxpipe.inspect.json_document import Findings, findings_document
+from fxpipe.inspect.plan_text import plan_text
+from fxpipe.inspect.report import save_report
+from fxpipe.inspect.stage_graph import save_graph
 from fxpipe.inspect.step_summary import (
     USUAL_DEVICES,
     Outcome,
-    StepSummary,
     compare_schedules,
     counts_up_to,
+    device_text,
+    one_device_text,
+    packets_text,
+    step_text,
+    summaries_text,
     sweep_devices,
+    sweep_text,
 )
 from fxpipe.inspect.targets import (
     InputOption,
@@ -42,6 +54,7 @@ from fxpipe.inspect.targets import (
     load_target,
     make_arguments,
 )
+from fxpipe.inspect.tuning_text import tuning_text
 from fxpipe.planning import entry, passes
 from fxpipe.planning.cost_model import planned_workers
 from fxpipe.planning.options.pipeline_options import Settings, make_settings
@@ -51,10 +64,11 @@ from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import vary_plan
 from fxpipe.planning.tuning.tuning_result import Tuning
 from fxpipe.profiling.loss_cost import LOSS_NOTE, PlannedLoss
-from fxpipe.simulation import Simulation
+from fxpipe.simulation.timeline import timeline_text
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_error
-from fxpipe.utils.units import human_bytes, size_at_least, with_article
+from fxpipe.utils.text_table import text_width, wrap_text
+from fxpipe.utils.units import count_text, human_bytes, size_at_least, with_article
 
 # The user waits, and more time would improve accuracy by less than the machine varies.
 PROFILE_SECONDS = 1.0
@@ -70,7 +84,7 @@ class LoadedModel:
 
 def load_requested_model(request: Request) -> LoadedModel:
     """Loads the model, in the requested mode, with its inputs and its loss."""
-    assert not isinstance(request.target, PlanFile)
+    assert not isinstance(request.target, Path)
     is_shipped = isinstance(request.target, ModelType)
     with torch.device("meta") if request.meta else contextlib.nullcontext():
         if isinstance(request.target, ModelType):
@@ -181,26 +195,13 @@ def explaining_memory_shortage(request: Request) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """The findings of the command; None or empty if not requested."""
-
-    name: str  # the target
-    plan: Plan | None = None  # None: it does not fit, but a sweep was requested
-    simulation: Simulation | None = None  # a step of the plan
-    schedules: tuple[StepSummary, ...] = ()  # the plan's schedule first
-    drawn: tuple[InputOption, ...] = ()  # random inputs, if none were given
-    sweep: tuple[Outcome, ...] = ()
-    tuning: Tuning | None = None  # its best candidate is the plan
-
-
 def run_request(request: Request) -> Findings:
     """Runs a request. Checks output files first, so that a mistake shows immediately."""
     check_outputs(request.outputs)
-    if isinstance(request.target, PlanFile) and request.tune:
-        return _inspect_tuning(_tune_plan(load_plan(request.target.path), request), request)
-    if isinstance(request.target, PlanFile):
-        return _inspect_plan(vary_plan(load_plan(request.target.path), **request.options), request)
+    if isinstance(request.target, Path) and request.tune:
+        return _inspect_tuning(_tune_plan(load_plan(request.target), request), request)
+    if isinstance(request.target, Path):
+        return _inspect_plan(vary_plan(load_plan(request.target), **request.options), request)
     with explaining_memory_shortage(request):
         return _inspect_model(request)
 
@@ -241,8 +242,7 @@ def _inspect_model(request: Request) -> Findings:
 def _inspect_plan(plan: Plan, request: Request) -> Findings:
     _check_code_stage(request, len(plan.stages))
     plan = _at_sizes(plan, request)
-    simulation = fxpipe.simulate(plan)
-    return Findings(str(request.target), plan, simulation, compare_schedules(plan, simulation))
+    return Findings(str(request.target), plan, fxpipe.simulate(plan), compare_schedules(plan))
 
 
 def _at_sizes(plan: Plan, request: Request) -> Plan:
@@ -263,46 +263,38 @@ def _tune_model(request: Request, loaded: LoadedModel, devices: tuple[str, ...])
     if "pin" in request.options or not isinstance(balance, str):
         name = "pin" if "pin" in request.options else f"balance {','.join(map(str, balance))}"
         raise ArgumentError(f"--tune and --{name}: it cuts by itself; leave one of them out")
-    arguments = loaded.arguments
+    options = _tune_options(request)
+    if not request.tune:
+        options.setdefault("schedules", ["1f1b"])
+    if request.chooses_replicas:
+        options["data_parallel"] = "auto"
     return fxpipe.tune(
         loaded.model,
         devices,
-        example_args=arguments.args,
-        example_kwargs=arguments.kwargs,
+        example_args=loaded.arguments.args,
+        example_kwargs=loaded.arguments.kwargs,
         stages_per_device=None if request.stages_per_device is None else [request.stages_per_device],
         **({} if loaded.loss is None else loaded.loss.arguments()),
         dynamic_shapes=dynamic_shapes_of(request.dynamic) or None,
-        **_model_tune_options(request),
+        **options,
     )
-
-
-def _model_tune_options(request: Request) -> dict[str, Any]:
-    """Returns the options of `fxpipe.tune`; without `--tune`, the schedule is not searched."""
-    options = _tune_options(request.options)
-    if not request.tune and "schedules" not in options:
-        options["schedules"] = ["1f1b"]
-    if request.chooses_replicas:
-        options["data_parallel"] = "auto"
-    return options
 
 
 def _tune_plan(plan: Plan, request: Request) -> Tuning:
     """Tunes a plan without changing its stages."""
-    options = dict(request.options)
+    options = _tune_options(request)
     devices = {name: options.pop(name, None) for name in ("hardware", "data_parallel", "mesh", "processes")}
-    return fxpipe.tune(vary_plan(plan, **devices), **_tune_options(options))
+    return fxpipe.tune(vary_plan(plan, **devices), **options)
 
 
-def _tune_options(options: dict[str, Any]) -> dict[str, Any]:
+def _tune_options(request: Request) -> dict[str, Any]:
     """Returns the options of `fxpipe.tune`; each searched option that the user has set has one candidate."""
-    tune_options = {name: value for name, value in options.items() if name not in ("schedule", "chunks", "checkpoint")}
-    if "schedule" in options:
-        tune_options["schedules"] = [options["schedule"]]
-    if "chunks" in options:
-        tune_options["chunks"] = [options["chunks"]]
-    if options.get("checkpoint", "auto") != "auto":
-        tune_options["checkpoint"] = [options["checkpoint"]]
-    return tune_options
+    options = dict(request.options)
+    for name, searched in (("schedule", "schedules"), ("chunks", "chunks"), ("checkpoint", "checkpoint")):
+        value = options.pop(name, "auto")
+        if value != "auto":
+            options[searched] = [value]
+    return options
 
 
 def _check_code_stage(request: Request, stages: int) -> None:
@@ -334,5 +326,79 @@ def _sweep_rows(
     schedules = (own, *(name for name in COMPARED_SCHEDULES if name != own))
     most = most_devices(devices, USUAL_DEVICES, hardware) if request.devices is None else len(devices)
     counts = counts_up_to(most, len(devices))
-    shares_plans = "chunks" in request.options  # else each schedule chooses its number of micro-batches
-    return tuple(sweep_devices(counts, schedules, request.stages_per_device, plan_for, shares_plans))
+    return tuple(sweep_devices(counts, schedules, plan_for))
+
+
+# -- The output: findings as text, as JSON and in files ---------------------------------------------------------------
+
+
+def output_text(findings: Findings, request: Request) -> str:
+    """Formats the printed output: the requested results or, by default, the plan and its step."""
+    if request.code is not None:
+        assert findings.plan is not None
+        return findings.plan.stages[request.code].code
+    if request.json:
+        return json.dumps(findings_document(findings), indent=2)
+    answers = _answer_texts(findings, request)
+    shows_plan = not answers or (request.chooses_replicas and not request.tune)  # by an implicit tuning
+    plan = _plan_texts(findings) if shows_plan else []
+    return "\n\n".join([*_drawn_inputs_note(findings), *answers, *plan])
+
+
+def write_outputs(findings: Findings, outputs: Mapping[str, Path]) -> list[str]:
+    """Writes the requested files. Returns a line for each file, with its content and path."""
+    lines = []
+    for option, path in outputs.items():
+        _write_output(findings, option, path)
+        lines.append(f"wrote {OUTPUT_NAMES[option]} to {path}")
+    return lines
+
+
+def _write_output(findings: Findings, option: str, path: Path) -> None:
+    assert findings.plan is not None
+    assert findings.simulation is not None
+    title = os.path.basename(findings.name)  # pictures are shared with people who have other folders
+    if option == "save":
+        findings.plan.save(path)
+    elif option == "timeline":
+        schedule = findings.simulation.schedule
+        step = f"{schedule.name}, {count_text(schedule.micro_batches, 'micro-batch', 'es')}"
+        save_timeline(findings.simulation, path, title=f"{title}, {step}")
+    elif option == "graph":
+        save_graph(findings.plan, path, title=title)
+    else:
+        plans = [row.plan for row in findings.sweep if row.plan is not None and row.schedule == row.plan.schedule]
+        save_report(findings.plan, path, title=title, sweep=plans)
+
+
+def _answer_texts(findings: Findings, request: Request) -> list[str]:
+    texts = []
+    if findings.sweep:
+        texts.append(sweep_text(findings.sweep))
+    if findings.tuning is not None:
+        texts.append(tuning_text(findings.tuning, is_whole=request.all, remaining="--all shows"))
+        texts += filter(None, [one_device_text(findings.tuning)])
+    return texts
+
+
+def _plan_texts(findings: Findings) -> list[str]:
+    assert findings.plan is not None
+    assert findings.simulation is not None
+    texts = [
+        plan_text(findings.plan),
+        step_text(findings.simulation, findings.plan),
+        timeline_text(findings.simulation, columns=text_width()),
+        device_text(findings.simulation),
+        *filter(None, [packets_text(findings.plan)]),
+    ]
+    if findings.plan.sizes:
+        texts.append(findings.plan.compare_sizes())
+    if len(findings.schedules) > 1:
+        texts.append(summaries_text(findings.schedules))
+    return texts
+
+
+def _drawn_inputs_note(findings: Findings) -> list[str]:
+    if not findings.drawn:
+        return []
+    return [wrap_text(f"inputs {', '.join(map(str, findings.drawn))}, drawn; give others with --input")]

@@ -49,14 +49,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A cubic Bézier curve."""
+    """A cubic Bézier curve that ends in an arrow."""
 
     start: Point
     control: tuple[Point, Point]
     end: Point
     stroke: str
     width: float = 1.0
-    has_arrow: bool = False
     title: str = ""
 
 
@@ -78,15 +77,7 @@ class Text:
     is_bold: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A named group of items, which scripts and styles of a page can find."""
-
-    items: tuple[Item, ...]
-    name: str
-
-
-Item: TypeAlias = "Rect | Bars | Line | Curve | Area | Text | Group"
+Item: TypeAlias = "Rect | Bars | Line | Curve | Area | Text"
 
 
 @dataclass(frozen=True, slots=True)

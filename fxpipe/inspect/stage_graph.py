@@ -9,17 +9,18 @@
     └───────────┴─────┬──────────────────────┴────────────────────┘  │
 
 All lanes share one time scale. Portals are named in the lane of their source; portals between the same two stages are
-one arc. Only the largest arcs are drawn; the others are counted.
+one arc.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from fxpipe.inspect.plan_text import plan_headline
 from fxpipe.inspect.scene import Curve, Item, Rect, Scene, Text
@@ -30,8 +31,6 @@ from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.text_table import number_ranges
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
-MAX_ARCS = 160
-MANY_STAGES = 20  # from this number on, lanes are low
 MAX_TITLE_LINES = 30  # lines of a hover title
 
 GRAPH_MARGIN = 16.0  # points, like all lengths
@@ -41,6 +40,8 @@ PORTAL_NAMES_WIDTH = 236.0
 LEAST_BOX_WIDTH = 30.0  # smaller modules are merged with their neighbours
 BOX_GAP = 1.5
 TEXT_ROW = 13.0
+LANE_ROWS = 4  # lines of text
+LANE_HEIGHT, BETWEEN_LANES = LANE_ROWS * TEXT_ROW + 14, 28.0
 SMALL_LETTERS, USUAL_LETTERS, LARGE_LETTERS = 10.0, 11.0, 15.0  # font sizes
 
 
@@ -76,10 +77,9 @@ class GraphLayout:
 
     stages: int
     slowest: float  # seconds of the slowest stage, forward and backward
-    drawn: tuple[PortalBundle, ...]  # as arcs
-    omitted_bundles: tuple[PortalBundle, ...]
-    leaving: dict[int, tuple[PortalBundle, ...]]  # by stage, largest first
-    arriving: dict[int, tuple[PortalBundle, ...]]
+    bundles: tuple[PortalBundle, ...]
+    leaving: Mapping[int, list[PortalBundle]]  # by stage, largest first
+    arriving: Mapping[int, list[PortalBundle]]
 
     @classmethod
     def of(cls, plan: Plan) -> GraphLayout:
@@ -89,63 +89,40 @@ class GraphLayout:
         for bundle in bundles:
             leaving[bundle.source].append(bundle)
             arriving[bundle.target].append(bundle)
-        return cls(
-            len(plan.stages),
-            max(stage.seconds for stage in plan.stages),
-            bundles[:MAX_ARCS],
-            bundles[MAX_ARCS:],
-            {stage: tuple(own) for stage, own in leaving.items()},
-            {stage: tuple(own) for stage, own in arriving.items()},
-        )
-
-    @property
-    def is_low(self) -> bool:
-        return self.stages >= MANY_STAGES
-
-    @property
-    def lane_height(self) -> float:
-        return 2 * TEXT_ROW + 10 if self.is_low else 4 * TEXT_ROW + 14
-
-    @property
-    def between(self) -> float:
-        return 18.0 if self.is_low else 28.0
+        return cls(len(plan.stages), max(stage.seconds for stage in plan.stages), bundles, leaving, arriving)
 
     @property
     def right(self) -> float:
         """The right end of the lanes, where arcs begin."""
-        return GRAPH_MARGIN + LANE_HEAD + LONGEST_BAR + 10 + (PORTAL_NAMES_WIDTH if self.drawn else 0)
+        return GRAPH_MARGIN + LANE_HEAD + LONGEST_BAR + 10 + (PORTAL_NAMES_WIDTH if self.bundles else 0)
+
+    @property
+    def farthest(self) -> int:
+        """The largest number of stages from the source of a portal to its target; 0 without portals."""
+        return max((bundle.target - bundle.source for bundle in self.bundles), default=0)
 
     @property
     def reach(self) -> float:
-        farthest = max((b.target - b.source for b in self.drawn), default=0)
-        return min(240.0, 50.0 + 16.0 * farthest) if farthest else 0.0
-
-    @property
-    def width(self) -> float:
-        return self.right + self.reach + GRAPH_MARGIN
+        return min(240.0, 50.0 + 16.0 * self.farthest) if self.farthest else 0.0
 
     @property
     def bottom(self) -> float:
-        return self.top(self.stages - 1) + self.lane_height
+        return self.top(self.stages - 1) + LANE_HEIGHT
 
     def top(self, stage: int) -> float:
-        return 58.0 + stage * (self.lane_height + self.between)
+        return 58.0 + stage * (LANE_HEIGHT + BETWEEN_LANES)
 
     def length(self, stage: StagePlan) -> float:
         """Returns the total length of a stage's boxes; a stage that takes no time is drawn, too."""
         return max(LEAST_BOX_WIDTH, LONGEST_BAR * (stage.seconds / self.slowest if self.slowest else 1.0))
 
-    @property
-    def rows(self) -> int:
-        return 2 if self.is_low else 4
-
     def row(self, stage: int, k: int) -> float:
         """Returns the y of the middle of a lane's k-th line."""
-        return self.top(stage) + (self.lane_height - self.rows * TEXT_ROW) / 2 + TEXT_ROW * (k + 0.5)
+        return self.top(stage) + (LANE_HEIGHT - LANE_ROWS * TEXT_ROW) / 2 + TEXT_ROW * (k + 0.5)
 
-    def label(self, stage: int, k: int, x: float, text: str) -> Text:
-        """Returns a small text in a lane's k-th line."""
-        return Text(x, self.row(stage, k) + 3.5, text, SMALL_LETTERS, FAINT)
+    def label(self, stage: int, k: int, x: float, text: str, width: float) -> Text:
+        """Returns a small text in a lane's k-th line, shortened to `width`."""
+        return Text(x, self.row(stage, k) + 3.5, fit_text(text, width, SMALL_LETTERS), SMALL_LETTERS, FAINT)
 
     def first_row(self, stage: int) -> int:
         """Returns the first line of outgoing portals: incoming portals have the line before."""
@@ -154,7 +131,7 @@ class GraphLayout:
     def line_of(self, bundle: PortalBundle) -> int:
         """Returns the line in which a bundle is named, or counted with others."""
         place = self.leaving[bundle.source].index(bundle)
-        return min(self.first_row(bundle.source) + place, self.rows - 1)
+        return min(self.first_row(bundle.source) + place, LANE_ROWS - 1)
 
 
 def hover_title(head: str, lines: Sequence[str]) -> str:
@@ -177,46 +154,37 @@ ARC_COLOURS = (
 def portal_labels(j: int, frame: GraphLayout) -> Iterator[Item]:
     """Yields the labels of a lane's portals: a sum of incoming portals, and names of outgoing portals that fit."""
     x, room = frame.right - PORTAL_NAMES_WIDTH, PORTAL_NAMES_WIDTH - 22
-    if arriving := frame.arriving.get(j, ()):
-        yield frame.label(j, 0, x, _bundles_text("in", arriving, room))
-    leaving = frame.leaving.get(j, ())
-    rows = frame.rows - frame.first_row(j)
+    if arriving := frame.arriving.get(j, []):
+        yield frame.label(j, 0, x, _bundles_text("in", arriving), room)
+    leaving, rows = frame.leaving.get(j, []), LANE_ROWS - frame.first_row(j)
     named = leaving if len(leaving) <= rows else leaving[: rows - 1]
     for bundle in named:
         size = f" → {bundle.target}, {human_bytes(bundle.bytes)}"
         name = fit_text(bundle.label, room - text_width(size, SMALL_LETTERS), SMALL_LETTERS)
-        yield replace(frame.label(j, frame.line_of(bundle), x, name + size), fill=INK)
+        yield replace(frame.label(j, frame.line_of(bundle), x, name + size, room), fill=INK)
     if rest := leaving[len(named) :]:
-        yield frame.label(j, frame.rows - 1, x, _bundles_text("and" if named else "out", rest, room))
+        yield frame.label(j, LANE_ROWS - 1, x, _bundles_text("and", rest), room)
 
 
-def _bundles_text(word: str, bundles: Sequence[PortalBundle], room: float) -> str:
+def _bundles_text(word: str, bundles: Sequence[PortalBundle]) -> str:
     portals = count_text(sum(len(bundle.portals) for bundle in bundles), "portal")
-    return fit_text(f"{word}: {portals}, {human_bytes(sum(bundle.bytes for bundle in bundles))}", room, SMALL_LETTERS)
+    return f"{word}: {portals}, {human_bytes(sum(bundle.bytes for bundle in bundles))}"
 
 
 def portal_arcs(frame: GraphLayout) -> Iterator[Item]:
     """Yields the arcs, widest first, so that shorter arcs are on top."""
-    farthest = max((bundle.target - bundle.source for bundle in frame.drawn), default=1)
-    largest = max((bundle.bytes for bundle in frame.drawn), default=1) or 1
-    for bundle in sorted(frame.drawn, key=lambda bundle: bundle.source - bundle.target):
+    largest = max((bundle.bytes for bundle in frame.bundles), default=1) or 1
+    for bundle in sorted(frame.bundles, key=lambda bundle: bundle.source - bundle.target):
         start = frame.row(bundle.source, frame.line_of(bundle))
         arriving = frame.arriving[bundle.target]
         place = (arriving.index(bundle) + 0.5) / len(arriving)
         end = frame.top(bundle.target) + 4 + (TEXT_ROW + 2) * place
-        part = (bundle.target - bundle.source) / farthest
+        part = (bundle.target - bundle.source) / frame.farthest
         control = frame.right + (frame.reach * (0.2 + 0.8 * part)) / 0.75  # the curve reaches 3/4 of this
-        thickness = 1.0 + 2.5 * (bundle.bytes / largest) ** 0.5
-        colour = ARC_COLOURS[bundle.source % len(ARC_COLOURS)]
-        yield Curve(
-            (frame.right, start),
-            ((control, start), (control, end)),
-            (frame.right + 1, end),
-            colour,
-            thickness,
-            True,
-            _bundle_title(bundle),
-        )
+        controls = ((control, start), (control, end))
+        colour, width = ARC_COLOURS[bundle.source % len(ARC_COLOURS)], 1.0 + 2.5 * (bundle.bytes / largest) ** 0.5
+        title = _bundle_title(bundle)
+        yield Curve((frame.right, start), controls, (frame.right + 1, end), colour, width, title)
 
 
 def _bundle_title(bundle: PortalBundle) -> str:
@@ -242,63 +210,45 @@ DEVICE_COLOURS = (
 def draw_stage_graph(plan: Plan, title: str = "") -> Scene:
     """Draws the stage graph. Bytes and seconds are for one micro-batch."""
     frame = GraphLayout.of(plan)
-    items: list[Item] = []
-    items += _title_items(plan, title)
+    summary = f"{plan_headline(plan)}, {plan.schedule.partition(':')[0]}"
+    items: list[Item] = [Text(GRAPH_MARGIN, 28, title or summary, LARGE_LETTERS, INK, is_bold=True)]
+    if title:
+        items.append(Text(GRAPH_MARGIN, 46, summary, USUAL_LETTERS, FAINT))
     for stage in plan.stages:
         items += _lane_items(plan, stage, frame)
     for stage in plan.stages[:-1]:
         items += _next_stage_arrow(plan, stage, frame)
     items += portal_arcs(frame)
-    y = frame.bottom + 24
-    for line in _note_lines(frame):
-        items.append(Text(GRAPH_MARGIN, y, line, SMALL_LETTERS, FAINT))
-        y += 15
-    return Scene(frame.width, y + GRAPH_MARGIN - 10, tuple(items), title or _plan_summary(plan))
-
-
-def _title_items(plan: Plan, title: str) -> Iterator[Item]:
-    yield Text(GRAPH_MARGIN, 28, title or _plan_summary(plan), LARGE_LETTERS, INK, is_bold=True)
-    if title:
-        yield Text(GRAPH_MARGIN, 46, _plan_summary(plan), USUAL_LETTERS, FAINT)
-
-
-def _plan_summary(plan: Plan) -> str:
-    return f"{plan_headline(plan)}, {plan.schedule.partition(':')[0]}"
-
-
-def _note_lines(frame: GraphLayout) -> Iterator[str]:
-    yield (
+    arcs = "; arcs: portals, straight to the stage that uses them" if frame.bundles else ""
+    notes = (
         "A box is a module, as long as what it takes of a micro-batch, forward and backward: the longest lane is "
-        f"{human_seconds(frame.slowest)}. Paler boxes are several small ones."
+        f"{human_seconds(frame.slowest)}. Paler boxes are several small ones.",
+        f"Arrows: values that the next stage uses{arcs}. Gradients go back the same ways.",
     )
-    arcs = "; arcs: portals, straight to the stage that uses them" if frame.drawn else ""
-    yield f"Arrows: values that the next stage uses{arcs}. Gradients go back the same ways."
-    if frame.omitted_bundles:
-        portals = sum(len(bundle.portals) for bundle in frame.omitted_bundles)
-        size = human_bytes(sum(bundle.bytes for bundle in frame.omitted_bundles))
-        yield f"Only the {MAX_ARCS} largest arcs are drawn: {portals} more portals between other stages, {size}."
+    y = frame.bottom + 24
+    items += [Text(GRAPH_MARGIN, y + 15 * k, line, SMALL_LETTERS, FAINT) for k, line in enumerate(notes)]
+    return Scene(frame.right + frame.reach + GRAPH_MARGIN, y + 36, tuple(items), title or summary)
 
 
 def _lane_items(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Item]:
     top, boxes, small, mark = frame.top(stage.index), *_device_colours(plan, stage)
-    title = _stage_title(plan, stage)
-    yield Rect(GRAPH_MARGIN, top, frame.right - GRAPH_MARGIN, frame.lane_height, BAND, radius=4, title=title)
-    yield Rect(GRAPH_MARGIN, top, 5, frame.lane_height, mark, radius=2, title=title)
-    yield from _lane_head(plan, stage, frame)
+    title = f"stage {stage.index}, {_devices_text(plan, stage)}: {count_text(len(stage.nodes), 'node')}"
+    yield Rect(GRAPH_MARGIN, top, frame.right - GRAPH_MARGIN, LANE_HEIGHT, BAND, radius=4, title=title)
+    yield Rect(GRAPH_MARGIN, top, 5, LANE_HEIGHT, mark, radius=2, title=title)
+    head = (
+        f"stage {stage.index}",
+        _devices_text(plan, stage),
+        f"{human_seconds(stage.forward_seconds)} + {human_seconds(stage.backward_seconds)}",
+        f"{human_bytes(stage.parameter_bytes)} parameters",
+    )
+    first, *rest = (frame.label(stage.index, k, GRAPH_MARGIN + 13, line, LANE_HEAD - 20) for k, line in enumerate(head))
+    yield from (replace(first, size=USUAL_LETTERS, fill=INK, is_bold=True), *rest)
     x, length = GRAPH_MARGIN + LANE_HEAD, frame.length(stage)
     groups = node_groups_of(stage, MAX_GROUPS, LEAST_BOX_WIDTH / length)
     for group in groups:
         width = length * group.share / (sum(g.share for g in groups) or 1.0)
-        fill = small if group.is_elided else boxes
-        yield Rect(
-            x,
-            top + 5,
-            max(min(0.75, width), width - BOX_GAP),
-            frame.lane_height - 10,
-            fill,
-            radius=2,
-            title=_group_title(group, stage),
-        )
+        fill, shown = small if group.is_elided else boxes, max(min(0.75, width), width - BOX_GAP)
+        yield Rect(x, top + 5, shown, LANE_HEIGHT - 10, fill, radius=2, title=_group_title(group, stage))
         yield from _box_text(group, stage, x, width - BOX_GAP, frame)
         x += width
     yield from portal_labels(stage.index, frame)
@@ -308,32 +258,6 @@ def _device_colours(plan: Plan, stage: StagePlan) -> tuple[str, str, str]:
     """Returns the colours of the stage's device; one for all if each device has one stage."""
     device = plan.placement[stage.index] if len(plan.workers) < len(plan.stages) else 0
     return DEVICE_COLOURS[device % len(DEVICE_COLOURS)]
-
-
-def _lane_head(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Item]:
-    x, room = GRAPH_MARGIN + 13, LANE_HEAD - 20
-    name, where = f"stage {stage.index}", _devices_text(plan, stage)
-    time = f"{human_seconds(stage.forward_seconds)} + {human_seconds(stage.backward_seconds)}"
-    head = frame.label(stage.index, 0, x, name)
-    yield replace(head, size=USUAL_LETTERS, fill=INK, is_bold=True)
-    if frame.is_low:
-        beside = text_width(name, USUAL_LETTERS, is_bold=True) + 6
-        short = where.partition(",")[0] if len(plan.row_devices) != len(plan.stages) else stage.device
-        yield frame.label(stage.index, 0, x + beside, fit_text(short, room - beside, SMALL_LETTERS))
-        yield frame.label(stage.index, 1, x, time)
-        return
-    lines = (fit_text(where, room, SMALL_LETTERS), time, f"{human_bytes(stage.parameter_bytes)} parameters")
-    for k, line in enumerate(lines):
-        yield frame.label(stage.index, k + 1, x, line)
-
-
-def _stage_title(plan: Plan, stage: StagePlan) -> str:
-    lines = [
-        f"forward {human_seconds(stage.forward_seconds)}, backward {human_seconds(stage.backward_seconds)}",
-        f"{human_bytes(stage.parameter_bytes)} of parameters",
-    ]
-    head = f"stage {stage.index}, {_devices_text(plan, stage)}: {count_text(len(stage.nodes), 'node')}"
-    return hover_title(head, lines)
 
 
 def _devices_text(plan: Plan, stage: StagePlan) -> str:
@@ -349,7 +273,7 @@ def _box_text(group: NodeGroup, stage: StagePlan, x: float, width: float, frame:
         count_text(len(group.nodes), "node") if group.is_elided else short_group_name(group.name, room, SMALL_LETTERS)
     )
     time = human_seconds(group.share * stage.seconds)
-    middle = frame.top(stage.index) + frame.lane_height / 2
+    middle = frame.top(stage.index) + LANE_HEIGHT / 2
     if not name or text_width(name, SMALL_LETTERS) > room:
         return
     has_time = text_width(time, SMALL_LETTERS) <= room
@@ -369,15 +293,13 @@ def _group_title(group: NodeGroup, stage: StagePlan) -> str:
 def _next_stage_arrow(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Item]:
     if not stage.sent_bytes:
         return
-    x, y, end = GRAPH_MARGIN + LANE_HEAD + 24, frame.top(stage.index) + frame.lane_height, frame.top(stage.index + 1)
+    x, y, end = GRAPH_MARGIN + LANE_HEAD + 24, frame.top(stage.index) + LANE_HEIGHT, frame.top(stage.index + 1)
     size = human_bytes(stage.sent_bytes)
     is_same = plan.placement[stage.index] == plan.placement[stage.index + 1]
     text = f"{size}, stays on the device" if is_same else size
     title = f"stage {stage.index} to stage {stage.index + 1}: {size} for each micro-batch"
-    middle = (y + end) / 2
-    yield Curve(
-        (x, y + 1), ((x, middle), (x, middle)), (x, end - 1), LOCAL_ARROW_COLOUR if is_same else FAINT, 1.5, True, title
-    )
+    middle, colour = (y + end) / 2, LOCAL_ARROW_COLOUR if is_same else FAINT
+    yield Curve((x, y + 1), ((x, middle), (x, middle)), (x, end - 1), colour, 1.5, title)
     yield Text(x + 9, middle + 3.5, text, SMALL_LETTERS, FAINT)
 
 
@@ -406,17 +328,48 @@ NUMBER_LETTERS = frozenset("0123456789.…" + RANGE_DASH)
 MIN_LETTERS = 4.5  # minimum width of a name cut in its middle, as a multiple of the font size
 
 
-@dataclass(frozen=True, slots=True)
+class StageNode(NamedTuple):
+    name: str
+    path: tuple[str, ...]  # path of its module
+    share: float  # share of the stage's seconds, 0 to 1
+
+
+@dataclass(frozen=True)  # no slots, for the cached property
 class NodeGroup:
     """Consecutive nodes of a stage."""
 
-    name: str  # their module; for several modules, the first and the last
-    nodes: tuple[str, ...]
-    share: float  # share of the stage's seconds, 0 to 1
+    members: Sequence[StageNode]
     is_elided: bool = False  # joined only because they are small
+    is_outside_module: bool = False  # a node shown by its name instead of its module's
+
+    @cached_property
+    def share(self) -> float:
+        return sum(node.share for node in self.members)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(node.name for node in self.members)
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """The common prefix of the module paths of all nodes."""
+        paths = [node.path for node in self.members]
+        pairs = zip(min(paths), max(paths), strict=False)
+        return tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    @property
+    def name(self) -> str:
+        """The module of the nodes; for several modules, the first and the last."""
+        first, last = self.members[0], self.members[-1]
+        if len(self.members) == 1:
+            return first.name if self.is_outside_module else ".".join(first.path) or first.name
+        if self.prefix and not self.is_elided:
+            return ".".join(self.prefix)
+        ends = [".".join(node.path) or node.name for node in (first, last)]
+        return RANGE_DASH.join(dict.fromkeys(ends))
 
 
-def node_groups_of(stage: StagePlan, most: int, least: float) -> tuple[NodeGroup, ...]:
+def node_groups_of(stage: StagePlan, most: int, least: float) -> list[NodeGroup]:
     """Divides the stage into at most `most` groups. Only groups between larger ones have a share below `least`.
 
     Grouping starts with the stage as one group and repeatedly opens the slowest group: several modules, then a module's
@@ -424,18 +377,16 @@ def node_groups_of(stage: StagePlan, most: int, least: float) -> tuple[NodeGroup
     a module whose nodes run in several runs is several groups.
     """
     nodes = _stage_nodes(stage)
-    if not nodes:
-        return ()
-    runs, closed = [_NodeRun(nodes)], [False]
+    groups, closed = [NodeGroup(nodes)] if nodes else [], [False] if nodes else []
     while not all(closed):
-        at = max((k for k in range(len(runs)) if not closed[k]), key=lambda k: runs[k].share)
-        parts = _join_small(list(_open_run(runs[at])), least)
-        if len(parts) == 1 or len(runs) + len(parts) - 1 > most:
+        at = max((k for k in range(len(groups)) if not closed[k]), key=lambda k: groups[k].share)
+        parts = _join_small(_open_group(groups[at]), least)
+        if len(parts) == 1 or len(groups) + len(parts) - 1 > most:
             closed[at] = True
             continue
-        runs[at : at + 1] = parts
+        groups[at : at + 1] = parts
         closed[at : at + 1] = [len(part.nodes) == 1 or part.share < least for part in parts]
-    return tuple(run.group() for run in _join_small(runs, least))  # now also joins nodes of different modules
+    return _join_small(groups, least)  # now also joins nodes of different modules
 
 
 def short_group_name(name: str, width: float, size: float) -> str:
@@ -455,69 +406,28 @@ def _last_parts(name: str, depth: int) -> str:
     return name if depth + 1 >= len(parts) else "…" + ".".join(parts[-depth - 1 :])
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
-    name: str
-    path: tuple[str, ...]  # path of its module
-    share: float
-
-
-@dataclass(frozen=True)  # no slots, for the cached property
-class _NodeRun:
-    nodes: Sequence[_Node]
-    is_elided: bool = False
-    is_outside_module: bool = False  # a node shown by its name instead of its module's
-
-    @cached_property
-    def share(self) -> float:
-        return sum(node.share for node in self.nodes)
-
-    @property
-    def prefix(self) -> tuple[str, ...]:
-        """The common prefix of the module paths of all nodes."""
-        first, last = min(node.path for node in self.nodes), max(node.path for node in self.nodes)
-        length = next((k for k, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), None)
-        return first if length is None else first[:length]
-
-    def group(self) -> NodeGroup:
-        return NodeGroup(self._name(), tuple(node.name for node in self.nodes), self.share, self.is_elided)
-
-    def _name(self) -> str:
-        first, last = self.nodes[0], self.nodes[-1]
-        prefix = self.prefix
-        if len(self.nodes) == 1:
-            return first.name if self.is_outside_module else ".".join(first.path) or first.name
-        if prefix and not self.is_elided:
-            return ".".join(prefix)
-        ends = [".".join(node.path) or node.name for node in (first, last)]
-        return ends[0] if ends[0] == ends[1] else RANGE_DASH.join(ends)
-
-
-def _stage_nodes(stage: StagePlan) -> list[_Node]:
+def _stage_nodes(stage: StagePlan) -> list[StageNode]:
     """Lists the nodes of a stage; with even shares or without modules if the plan has none."""
     shares = stage.shares or (1 / max(1, len(stage.nodes)),) * len(stage.nodes)
     modules = stage.modules or ("",) * len(stage.nodes)
-    return [
-        _Node(name, tuple(module.split(".")) if module else (), share)
-        for name, module, share in zip(stage.nodes, modules, shares, strict=True)
-    ]
+    paths = (tuple(module.split(".")) if module else () for module in modules)
+    return list(map(StageNode, stage.nodes, paths, shares))
 
 
-def _open_run(run: _NodeRun) -> Iterator[_NodeRun]:
-    depth = len(run.prefix)
-    if all(len(node.path) == depth for node in run.nodes):
-        yield from (_NodeRun([node], is_outside_module=True) for node in run.nodes)
-        return
-    for _, nodes in groupby(run.nodes, key=lambda node: node.path[depth : depth + 1]):
-        yield _NodeRun(list(nodes))
+def _open_group(group: NodeGroup) -> list[NodeGroup]:
+    depth = len(group.prefix)
+    if all(len(node.path) == depth for node in group.members):
+        return [NodeGroup([node], is_outside_module=True) for node in group.members]
+    by_child = groupby(group.members, key=lambda node: node.path[depth : depth + 1])
+    return [NodeGroup(list(nodes)) for _, nodes in by_child]
 
 
-def _join_small(parts: list[_NodeRun], least: float) -> list[_NodeRun]:
-    gathered: list[_NodeRun] = []
-    for is_small, runs in groupby(parts, key=lambda run: run.share < least):
-        group = list(runs)
-        if is_small and len(group) > 1:
-            gathered.append(_NodeRun([node for run in group for node in run.nodes], is_elided=True))
+def _join_small(groups: Sequence[NodeGroup], least: float) -> list[NodeGroup]:
+    joined: list[NodeGroup] = []
+    for is_small, same in groupby(groups, key=lambda group: group.share < least):
+        run = list(same)
+        if is_small and len(run) > 1:
+            joined.append(NodeGroup([node for group in run for node in group.members], is_elided=True))
         else:
-            gathered += group
-    return gathered
+            joined += run
+    return joined

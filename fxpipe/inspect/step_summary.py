@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
 
 import fxpipe
 from fxpipe.errors import FxpipeError, MemoryLimitError
@@ -53,14 +52,9 @@ class StepSummary:
 
 
 def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
-    limits, peaks = simulation.limits, [memory.peak for memory in simulation.memory]
-
-    def closeness(device: int) -> tuple[float, float]:
-        limit = limits[device]
-        return (0.0 if not limit else peaks[device] / limit, peaks[device])
-
-    device = max(range(len(peaks)), key=closeness)
-    limit = limits[device]
+    fit = simulation.fits
+    device = fit.fullest[0]
+    limit = fit.limits[device]
     return StepSummary(
         schedule=simulation.schedule.name,
         micro_batches=simulation.micro_batches,
@@ -68,7 +62,7 @@ def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
         step_seconds=simulation.step_seconds,
         bubble=simulation.mean_bubble,
         device=device,
-        peak_bytes=round(peaks[device]),
+        peak_bytes=round(fit.needs[device]),
         limit_bytes=None if limit is None else round(limit),
     )
 
@@ -182,33 +176,23 @@ def _short_problem(schedule: str, error: str) -> str:
     return f"needs a plan with stages_per_device={recipe.stages_per_device}"
 
 
-def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, ...]:
-    """Returns the plan's step, then other schedules that allow its placement, by time."""
-    own = summarize_step(simulation, plan)
-    if len(plan.workers) == 1:  # all schedules have the same order
-        return (own,)
-    return (own, *(one.run for one in schedule_outcomes(plan)[1:] if one.run is not None))
+def compare_schedules(plan: Plan) -> tuple[StepSummary, ...]:
+    """Returns the plan's step, then other schedules that allow its placement, by time; on one device all are equal."""
+    outcomes = schedule_outcomes(plan)[: 1 if len(plan.workers) == 1 else None]
+    return tuple(one.run for one in outcomes if one.run is not None)
 
 
-class HasRun(Protocol):
-    @property
-    def run(self) -> StepSummary | None: ...
-
-    @property
-    def over_bytes(self) -> float: ...
-
-
-def run_columns(rows: Sequence[HasRun]) -> tuple[Column[HasRun], Column[HasRun], Column[HasRun], Column[HasRun]]:
+def run_columns(rows: Sequence[Outcome]) -> tuple[Column[Outcome], Column[Outcome], Column[Outcome], Column[Outcome]]:
     """Returns the columns step, bubble, peak memory and fits; the shortest step that fits is marked."""
     least = min((row.run.step_seconds for row in rows if row.run is not None and not row.over_bytes), default=None)
 
-    def step(row: HasRun) -> Cell | None:
+    def step(row: Outcome) -> Cell | None:
         if row.run is None:
             return None
         seconds = row.run.step_seconds
         return Cell(human_seconds(seconds), seconds, is_marked=not row.over_bytes and seconds == least)
 
-    def fits(row: HasRun) -> Cell | None:
+    def fits(row: Outcome) -> Cell | None:
         if row.over_bytes:
             return Cell(f"over by {human_bytes(row.over_bytes)}", row.over_bytes)
         return None if row.run is None or row.run.limit_bytes is None else Cell("yes", 0)
@@ -264,8 +248,8 @@ def device_text(simulation: Simulation) -> str:
     rest = ""
     if len(table.rows) > MAX_DEVICE_ROWS:
         rest = f"\nand {len(table.rows) - MAX_DEVICE_ROWS} devices that hold less"
-        fullest = sorted(table.rows, key=lambda row: -row.parts.total / (row.limit or 1))[:MAX_DEVICE_ROWS]
-        table = replace(table, rows=sorted(fullest, key=lambda row: row.index))
+        fullest = simulation.fits.fullest[:MAX_DEVICE_ROWS]
+        table = replace(table, rows=[row for row in table.rows if row.index in fullest])
     return f"{table}{rest}"
 
 
@@ -303,7 +287,7 @@ LEAST_UPDATE_SHARE = 1e-3  # share of a step from which the optimizer is shown
 
 
 def step_text(simulation: Simulation, plan: Plan) -> str:
-    """Formats the step, its critical path, and the device that needs most memory."""
+    """Formats the step and its critical path. The text of a plan has the memory, and what the host limits."""
     run = summarize_step(simulation, plan)
     samples = simulation.samples
     rate = f", {three_digits(samples / run.step_seconds)} samples a second" if samples and run.step_seconds else ""
@@ -315,8 +299,6 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
         f"- takes {human_seconds(run.step_seconds)}{rate}; devices idle for {percent(run.bubble)} of it",
         *_stream_lines(simulation),
         f"- critical path: {path}" if path else "",
-        f"- {simulation.host_note}" if simulation.host_note else "",
-        f"- takes most memory on device {run.device}: {_memory_text(run)}",
         f"- then the optimizer takes {human_seconds(simulation.update_seconds)}" if is_worth_telling else "",
         *_cluster_lines(simulation),
     ]
@@ -362,16 +344,7 @@ def critical_path_text(simulation: Simulation) -> str:
     return ", ".join(f"{percent(share)} {ActionKind(k).words if len(k) == 1 else k}" for k, share in shares)
 
 
-def _memory_text(run: StepSummary) -> str:
-    if run.limit_bytes is None:
-        return f"{human_bytes(run.peak_bytes)} (no limit known)"
-    over = f", over by {human_bytes(run.over_bytes)}" if run.over_bytes else ""
-    return bytes_of_limit(run.peak_bytes, run.limit_bytes) + over
-
-
 USUAL_DEVICES = 8  # devices that a sweep reaches if fewer were requested
-
-PlanFor: TypeAlias = "Callable[[int, str], Plan]"  # (devices, schedule)
 
 
 def counts_up_to(most: int, asked: int) -> tuple[int, ...]:
@@ -380,25 +353,24 @@ def counts_up_to(most: int, asked: int) -> tuple[int, ...]:
 
 
 def sweep_devices(
-    counts: tuple[int, ...],
-    schedules: tuple[str, ...],
-    per_device: int | None,
-    plan_for: PlanFor,
-    shares_plans: bool = True,
+    counts: Sequence[int], schedules: Sequence[str], plan_for: Callable[[int, str], Plan]
 ) -> list[Outcome]:
     """Returns a row for each number of devices and schedule; for one device, where schedules are equal, one row.
 
-    A schedule that does not fit into memory with a shared plan has a separate plan.
-
     Args:
         schedules: the user's schedule first.
-        per_device: stages on each device, if the user sets it.
-        plan_for: makes a plan, or raises a `FxpipeError`.
-        shares_plans: schedules with the same placement of stages share a plan.
+        plan_for: makes a plan for a number of devices and a schedule, or raises a `FxpipeError`.
     """
     rows: list[Outcome] = []
     for count in counts:
-        rows += _rows_of_count(count, schedules[:1] if count == 1 else schedules, per_device, plan_for, shares_plans)
+        for schedule in schedules[:1] if count == 1 else schedules:
+            try:
+                rows.append(outcome_of(count, schedule, plan_for(count, schedule)))
+            except MemoryLimitError as error:
+                problem = "" if error.over else error.brief
+                rows.append(Outcome(schedule, count, lacks=error.over, problem=problem))
+            except FxpipeError as error:
+                rows.append(Outcome(schedule, count, problem=" ".join(str(error).split())))
     alone = next((row.run for row in rows if row.devices == 1), None)
     return rows if alone is None else with_speedups(rows, alone.step_seconds)
 
@@ -408,35 +380,8 @@ def with_speedups(rows: Sequence[Outcome], seconds: float) -> list[Outcome]:
     return [replace(row, speedup=seconds / row.run.step_seconds) if row.run else row for row in rows]
 
 
-def _rows_of_count(
-    count: int, schedules: tuple[str, ...], per_device: int | None, plan_for: PlanFor, shares_plans: bool
-) -> list[Outcome]:
-    plans: dict[tuple[int, ...], Plan] = {}  # by placement of stages
-    rows = []
-    for schedule in schedules:
-        recipe = SCHEDULES[schedule]
-        placement = recipe.placement(count, per_device or recipe.stages_per_device)
-        shared = plans.get(placement) if shares_plans else None
-        row = None if shared is None else outcome_of(count, schedule, shared)
-        if row is None or not row.fits:
-            try:
-                plan = plan_for(count, schedule)
-                plans.setdefault(placement, plan)
-                row = outcome_of(count, schedule, plan)
-            except MemoryLimitError as error:
-                row = row or Outcome(schedule, count, lacks=error.over, problem="" if error.over else error.brief)
-            except FxpipeError as error:
-                row = Outcome(schedule, count, problem=" ".join(str(error).split()))
-        rows.append(row)
-    return rows
-
-
 def outcome_of(count: int, schedule: str, plan: Plan) -> Outcome:
-    try:
-        run = summarize_step(fxpipe.simulate(plan, schedule=schedule), plan)
-    except FxpipeError as error:  # the schedule does not allow the plan's placement
-        return Outcome(schedule, count, problem=" ".join(str(error).split()))
-    return Outcome(schedule, count, run, plan)
+    return Outcome(schedule, count, summarize_step(fxpipe.simulate(plan, schedule=schedule), plan), plan)
 
 
 def sweep_table(rows: Sequence[Outcome]) -> Table[Outcome]:
@@ -463,7 +408,7 @@ def sweep_table(rows: Sequence[Outcome]) -> Table[Outcome]:
 
 
 def sweep_text(rows: Sequence[Outcome]) -> str:
-    head = "numbers of devices and schedules, as simulated; each number is cut anew, once for schedules placed alike"
+    head = "numbers of devices and schedules, as simulated; each row has its own cut"
     legend = ("* the fastest that fits" if any(row.fits for row in rows) else "nothing fits") + _cores_note(rows)
     notes = [wrap_text(f"- {line}") for line in _problem_lines(rows)]
     problems = ["\n".join(["no plan for", *notes])] if notes else []

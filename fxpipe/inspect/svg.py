@@ -5,9 +5,9 @@ All text passes through `escape_markup`: a module can be named `<script>`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from fxpipe.inspect.scene import Area, Bars, Curve, Group, Item, Line, Point, Rect, Scene, Text, arrow_head
+from fxpipe.inspect.scene import Area, Bars, Curve, Item, Line, Point, Rect, Scene, Text, arrow_head
 from fxpipe.inspect.style import FONTS, PAPER, printable
 
 TEXT_DEFAULTS = Text(0, 0, "")  # attributes that elements omit
@@ -16,16 +16,16 @@ TEXT_DEFAULTS = Text(0, 0, "")  # attributes that elements omit
 def svg_of(scene: Scene) -> str:
     """Formats an `svg` element. Titles of items are hover texts."""
     width, height = _number_text(scene.width), _number_text(scene.height)
+    label = f' aria-label="{escape_markup(scene.title)}"' if scene.title else ""
+    fonts = ", ".join(f"'{name}'" if " " in name else name for name in FONTS)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        f' role="img"{_attribute("aria-label", scene.title)} font-family="{_font_families()}" '
-        f'font-size="{TEXT_DEFAULTS.size:g}"'
-        f' fill="{TEXT_DEFAULTS.fill}">'
+        f' role="img"{label} font-family="{fonts}" font-size="{TEXT_DEFAULTS.size:g}" fill="{TEXT_DEFAULTS.fill}">'
     ]
     if scene.title:
-        lines.append(f"<title>{escape_markup(scene.title)}</title>")
+        lines.append(_title_element(scene.title))
     lines.append(f'<rect width="{width}" height="{height}" fill="{PAPER}"/>')
-    return "\n".join([*lines, *_item_elements(scene.items), "</svg>\n"])
+    return "\n".join([*lines, *map(_item_markup, scene.items), "</svg>\n"])
 
 
 def escape_markup(text: str) -> str:
@@ -33,94 +33,63 @@ def escape_markup(text: str) -> str:
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 
-def _item_elements(items: Iterable[Item]) -> Iterator[str]:
-    for item in items:
-        match item:
-            case Group():
-                yield f"<g{_attribute('class', item.name)}>"
-                yield from _item_elements(item.items)
-                yield "</g>"
-            case Text():
-                yield _text_element(item)
-            case Curve():
-                yield _titled_element("path", _curve_attributes(item), item.title)
-                if item.has_arrow:
-                    points = _points_text(arrow_head(item))
-                    yield _titled_element("polygon", f'points="{points}" fill="{item.stroke}"', item.title)
-            case Rect():
-                yield _titled_element("rect", _rect_attributes(item), item.title)
-            case Bars():
-                yield _titled_element("path", _bars_attributes(item), item.title)
-            case Line():
-                yield _titled_element("polyline", _line_attributes(item), item.title)
-            case Area():
-                attributes = f'points="{_points_text(item.points)}" fill="{item.fill}"'
-                yield _titled_element("polygon", attributes, item.title)
+def _item_markup(item: Item) -> str:
+    if isinstance(item, Text):
+        values = (item.size, item.fill, item.anchor)
+        usual = (TEXT_DEFAULTS.size, TEXT_DEFAULTS.fill, TEXT_DEFAULTS.anchor)
+        size, fill, anchor = ("" if own == default else own for own, default in zip(values, usual, strict=True))
+        style = {"font_size": size, "fill": fill, "text_anchor": anchor, "font_weight": "bold" if item.is_bold else ""}
+        return _element("text", escape_markup(item.text), x=item.x, y=item.y, **style)
+    title = _title_element(item.title) if item.title else ""
+    match item:
+        case Rect(x, y, width, height, fill, stroke, radius):
+            return _element(
+                "rect", title, x=x, y=y, width=width, height=height, fill=fill, stroke=stroke, rx=radius or ""
+            )
+        case Bars():
+            return _element("path", title, d=_bars_path(item), fill="none", stroke=item.fill, stroke_width=item.height)
+        case Line(points, stroke, width, dashes):
+            return _element(
+                "polyline",
+                title,
+                points=_points_text(points),
+                fill="none",
+                stroke=stroke,
+                stroke_width=width,
+                stroke_linejoin="round",
+                stroke_dasharray=" ".join(map(_number_text, dashes)),
+            )
+        case Area(points, fill):
+            return _element("polygon", title, points=_points_text(points), fill=fill)
+        case Curve(start, control, end, stroke, width):
+            first, *others = (f"{_number_text(x)} {_number_text(y)}" for x, y in (start, *control, end))
+            path = f"M{first}C{' '.join(others)}"
+            curve = _element("path", title, d=path, fill="none", stroke=stroke, stroke_width=width)
+            return f"{curve}\n{_element('polygon', title, points=_points_text(arrow_head(item)), fill=stroke)}"
 
 
-def _rect_attributes(item: Rect) -> str:
-    return (
-        f'x="{_number_text(item.x)}" y="{_number_text(item.y)}" width="{_number_text(item.width)}" '
-        f'height="{_number_text(item.height)}"'
-        f' fill="{item.fill}"'
-        + (f' stroke="{item.stroke}"' if item.stroke else "")
-        + (f' rx="{_number_text(item.radius)}"' if item.radius else "")
+def _element(tag: str, content: str, **attributes: str | float) -> str:
+    """Formats an element, without attributes that are empty."""
+    shown = "".join(
+        f' {name.replace("_", "-")}="{value if isinstance(value, str) else _number_text(value)}"'
+        for name, value in attributes.items()
+        if value != ""
     )
+    return f"<{tag}{shown}>{content}</{tag}>" if content else f"<{tag}{shown}/>"
 
 
-def _bars_attributes(item: Bars) -> str:
+def _title_element(title: str) -> str:
+    return f"<title>{escape_markup(title)}</title>"
+
+
+def _bars_path(item: Bars) -> str:
     """Formats bars as one thick line with gaps along the middle of the row, which is compact."""
     moves, x = [], 0.0
     for left, right in item.spans:
         left, right = round(left, 2), round(right, 2)
         moves.append(f"m{_number_text(left - x)} 0h{_number_text(right - left)}")
         x = right
-    start = f"M0 {_number_text(item.y + item.height / 2)}"
-    return f'd="{start}{"".join(moves)}" fill="none" stroke="{item.fill}" stroke-width="{_number_text(item.height)}"'
-
-
-def _line_attributes(item: Line) -> str:
-    dashes = " ".join(map(_number_text, item.dashes))
-    return (
-        f'points="{_points_text(item.points)}" fill="none" stroke="{item.stroke}" '
-        f'stroke-width="{_number_text(item.width)}"'
-        ' stroke-linejoin="round"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
-    )
-
-
-def _curve_attributes(item: Curve) -> str:
-    start, one, two, end = (
-        f"{_number_text(x)} {_number_text(y)}" for x, y in (item.start, item.control[0], item.control[1], item.end)
-    )
-    return (
-        f'd="M{start}C{one} {two} {end}" fill="none" stroke="{item.stroke}" stroke-width="{_number_text(item.width)}"'
-    )
-
-
-def _text_element(item: Text) -> str:
-    x, y = _number_text(item.x), _number_text(item.y)
-    return (
-        f'<text x="{x}" y="{y}"'
-        + ("" if item.size == TEXT_DEFAULTS.size else f' font-size="{_number_text(item.size)}"')
-        + ("" if item.fill == TEXT_DEFAULTS.fill else f' fill="{item.fill}"')
-        + ("" if item.anchor == TEXT_DEFAULTS.anchor else f' text-anchor="{item.anchor}"')
-        + (' font-weight="bold"' if item.is_bold else "")
-        + f">{escape_markup(item.text)}</text>"
-    )
-
-
-def _titled_element(tag: str, attributes: str, title: str) -> str:
-    if not title:
-        return f"<{tag} {attributes}/>"
-    return f"<{tag} {attributes}><title>{escape_markup(title)}</title></{tag}>"
-
-
-def _attribute(name: str, value: str) -> str:
-    return f' {name}="{escape_markup(value)}"' if value else ""
-
-
-def _font_families() -> str:
-    return ", ".join(f"'{name}'" if " " in name else name for name in FONTS)
+    return f"M0 {_number_text(item.y + item.height / 2)}{''.join(moves)}"
 
 
 def _points_text(points: Iterable[Point]) -> str:

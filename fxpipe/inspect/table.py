@@ -98,53 +98,41 @@ class Table(Generic[Row]):
 
     def for_notebook(self) -> str:
         """Formats the table as HTML with inline styles, without style sheet and script."""
-        cells = self._html_cells()
-        styles = [f"{_CELL_STYLE};text-align:{'right' if number else 'left'}" for number in self._are_numbers(cells)]
-        head = "".join(
-            f'<th style="{style};font-weight:normal;opacity:.75">{self._header(column)}</th>'
-            for column, style in zip(self.columns, styles, strict=True)
+
+        def style(is_number: bool) -> str:
+            return f"{_CELL_STYLE};text-align:{'right' if is_number else 'left'}"
+
+        table = self._html(
+            f'<table style="{_TABLE_STYLE}">',
+            lambda name, is_number: f'<th style="{style(is_number)};font-weight:normal;opacity:.75">{name}</th>',
+            '<tr style="background:transparent">',
+            lambda cell, is_number: f'<td style="{style(is_number)}">{_markup(cell)}</td>',
         )
-        body = "".join(
-            '<tr style="background:transparent">'
-            + "".join(f'<td style="{style}">{_markup(cell)}</td>' for cell, style in zip(row, styles, strict=True))
-            + "</tr>"
-            for row in cells
-        )
-        table = f'<table style="{_TABLE_STYLE}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
         return f'<div style="overflow-x:auto;max-width:100%">{table}</div>'
 
     def for_report(self, label: str) -> str:
         """Formats the table as HTML of a report, whose script sorts it; wide and long tables scroll."""
-        cells = self._html_cells()
-        numbers = self._are_numbers(cells)
-        head = "".join(
-            f'<th scope="col"{_class_attribute(number=is_number)}>{self._header(column)}</th>'
-            for column, is_number in zip(self.columns, numbers, strict=True)
-        )
-        rows = [f"<tr>{''.join(map(_report_cell, row, numbers))}</tr>" for row in cells]
-        table = [
-            '<table class="sortable">',
-            f"<thead><tr>{head}</tr></thead>",
-            "<tbody>",
-            *rows,
-            "</tbody>",
-            "</table>",
-        ]
-        which = "wide long" if len(rows) > LONG_TABLE_ROWS else "wide"
+        which = "wide long" if len(self.rows) > LONG_TABLE_ROWS else "wide"
         opening = f'<div class="{which}" role="region" aria-label="{escape_markup(label)}" tabindex="0">'
-        return "\n".join([opening, *table, "</div>"])
+        table = self._html(
+            '<table class="sortable">',
+            lambda name, is_number: f'<th scope="col"{_class_attribute(number=is_number)}>{name}</th>',
+            "<tr>",
+            _report_cell,
+        )
+        return f"{opening}\n{table}\n</div>"
+
+    def _html(self, table: str, header: Callable[[str, bool], str], row: str, cell: Callable[[Cell, bool], str]) -> str:
+        """Formats the table with these opening tags, headers and cells; a column is of numbers or of text."""
+        cells = [[column.cell(row) or _MISSING for column in self.columns] for row in self.rows]
+        numbers = [any(row[k].value is not None for row in cells) for k in range(len(self.columns))]
+        names = [escape_markup(column.name.replace("-\n", "-").replace("\n", " ")) for column in self.columns]
+        head = f"<thead><tr>{''.join(map(header, names, numbers))}</tr></thead>"
+        rows = [f"{row}{''.join(map(cell, own, numbers))}</tr>" for own in cells]
+        return "\n".join([table, head, "<tbody>", *rows, "</tbody>", "</table>"])
 
     def _text_of(self, cell: Cell | None) -> str:
         return self.missing if cell is None else f"{cell.text} {cell.note}".rstrip()
-
-    def _html_cells(self) -> list[list[Cell]]:
-        return [[column.cell(row) or _MISSING for column in self.columns] for row in self.rows]
-
-    def _are_numbers(self, cells: Sequence[Sequence[Cell]]) -> list[bool]:
-        return [any(row[k].value is not None for row in cells) for k in range(len(self.columns))]
-
-    def _header(self, column: Column[Row]) -> str:
-        return escape_markup(column.name.replace("-\n", "-").replace("\n", " "))
 
 
 _MISSING = Cell("–")

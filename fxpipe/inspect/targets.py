@@ -294,14 +294,14 @@ def make_arguments(inputs: Iterable[InputOption], *, integers_below: int = 2, on
     """
     import torch
 
-    generator = torch.Generator().manual_seed(0)
+    generator = None if on_meta else torch.Generator().manual_seed(0)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for option in inputs:
         if isinstance(option.value, Target):
             value = call_target(option.value)
         else:
-            value = _empty_tensor(option.value) if on_meta else _draw_tensor(option.value, generator, integers_below)
+            value = _draw_tensor(option.value, generator, integers_below)
         if option.name is not None:
             value = {option.name: value}
         if isinstance(value, torch.Tensor):
@@ -321,23 +321,15 @@ def make_arguments(inputs: Iterable[InputOption], *, integers_below: int = 2, on
     return ModelArguments(tuple(args), kwargs)
 
 
-def _draw_tensor(shape: InputShape, generator: torch.Generator, integers_below: int) -> torch.Tensor:
+def _draw_tensor(shape: InputShape, generator: torch.Generator | None, integers_below: int) -> torch.Tensor:
+    """Draws a tensor; without a generator, makes it on the meta device."""
     import torch
 
-    dtype = getattr(torch, shape.dtype)
+    device, dtype = "meta" if generator is None else "cpu", getattr(torch, shape.dtype)
     try:
         if shape.dtype in INTEGER_DTYPES:
             below = 2 if shape.dtype == "bool" else integers_below
-            return torch.randint(0, below, shape.sizes, generator=generator).to(dtype)
-        return torch.randn(shape.sizes, generator=generator).to(dtype)
+            return torch.randint(0, below, shape.sizes, generator=generator, device=device).to(dtype)
+        return torch.randn(shape.sizes, generator=generator, device=device).to(dtype)
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # too large for memory, or for an integer
-        raise ArgumentError(f"--input {shape}: cannot be made: {describe_error(error)}") from error
-
-
-def _empty_tensor(shape: InputShape) -> torch.Tensor:
-    import torch
-
-    try:
-        return torch.empty(shape.sizes, dtype=getattr(torch, shape.dtype), device="meta")
-    except (RuntimeError, TypeError, OverflowError) as error:
         raise ArgumentError(f"--input {shape}: cannot be made: {describe_error(error)}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from fxpipe.inspect.plan_text import checkpoint_text
 from fxpipe.inspect.svg import notebook_view
 from fxpipe.inspect.table import (
     Cell,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 MAX_PRINTED_CANDIDATES = 20  # rows of the printed table, in addition to the chosen one
 MAX_HTML_CANDIDATES = 12  # rows
-MAX_LISTED_STAGES = 8  # with more stages, only the number of those that recompute is shown
 
 
 def tuning_table(tuning: TuningData, most: int, is_cut: bool = False) -> Table[CandidateResult]:
@@ -36,7 +36,10 @@ def tuning_table(tuning: TuningData, most: int, is_cut: bool = False) -> Table[C
         text_column("schedule", lambda row: row.schedule.partition("\n")[0].partition(":")[0]),
         text_column("pipeline x data", lambda row: _replicas_text(tuning, row)),
         number_column("chunks", lambda row: row.chunks),
-        text_column("checkpoint", lambda row: _checkpoint_text(row.checkpoint)),
+        text_column(
+            "checkpoint",
+            lambda row: checkpoint_text(row.checkpoint),
+        ),
         number_column("stages per\ndevice", lambda row: row.stages_per_device),
         Column("step", _step_cell),
         seconds_column("measured", lambda row: row.measured_seconds),
@@ -63,16 +66,6 @@ def _replicas_text(tuning: TuningData, row: CandidateResult) -> str:
     devices = len(tuning.devices) * tuning.best.data_parallel
     order = f", {row.mesh[0]} outside" if devices > row.data_parallel > 1 else ""
     return f"{devices // row.data_parallel} x {row.data_parallel}{order}"
-
-
-def _checkpoint_text(modes: str | tuple[str, ...]) -> str:
-    """Formats `0, 2 always` for ("always", "never", "always"); `20 of 43 stages` if there are many stages."""
-    if isinstance(modes, str):
-        return modes
-    if len(modes) > MAX_LISTED_STAGES:
-        return f"{sum(mode != 'never' for mode in modes)} of {len(modes)} stages"
-    texts = [f"{', '.join(str(j) for j, m in enumerate(modes) if m == mode)} {mode}" for mode in dict.fromkeys(modes)]
-    return "; ".join(text for text in texts if not text.endswith("never"))
 
 
 def tuning_text(tuning: TuningData, is_whole: bool = False, remaining: str = ".rows has") -> str:

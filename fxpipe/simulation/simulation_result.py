@@ -31,6 +31,7 @@ from fxpipe.simulation.timeline import (
     Span,
     StepTimeline,
     TransferRecord,
+    fullest_devices,
     idle_shares,
     memory_timeline_of,
     timeline_lines,
@@ -296,17 +297,22 @@ class MemoryFit(tuple[bool | None, ...]):
     def __bool__(self) -> bool:
         return False not in self
 
+    @property
+    def fullest(self) -> list[int]:
+        """All devices, first the device closest to its limit; see `fullest_devices`."""
+        return fullest_devices(self.needs, self.limits)
+
     def __str__(self) -> str:
-        known = [(d, self.needs[d], limit) for d, limit in enumerate(self.limits) if limit is not None]
+        needs, known = self.needs, {d: limit for d, limit in enumerate(self.limits) if limit is not None}
         if not known:
             return "memory limits are not known"
         if self:
-            device, need, limit = max(known, key=lambda one: one[1] / (one[2] or 1))
-            return f"fits: device {device} needs {bytes_of_limit(need, limit)}"
+            device = next(d for d in self.fullest if d in known)
+            return f"fits: device {device} needs {bytes_of_limit(needs[device], known[device])}"
         lacking = [
-            f"device {device} lacks {human_bytes(need - limit)}, it needs {bytes_of_limit(need, limit)}"
-            for device, need, limit in known
-            if need > limit
+            f"device {d} lacks {human_bytes(needs[d] - limit)}, it needs {bytes_of_limit(needs[d], limit)}"
+            for d, limit in known.items()
+            if needs[d] > limit
         ]
         return f"does not fit: {'; '.join(lacking)}"
 

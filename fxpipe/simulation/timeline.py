@@ -188,6 +188,12 @@ def idle_shares(busy: Sequence[float], seconds: float) -> tuple[float, ...]:
     return tuple(max(0.0, 1 - time / seconds) if seconds else 0.0 for time in busy)  # rounding may go below 0
 
 
+def fullest_devices(needs: Sequence[float], limits: Sequence[float | None]) -> list[int]:
+    """Sorts devices: first the device closest to its limit, or furthest over it; without limits, by their needs."""
+    shares = [0.0 if limit is None else need / (limit or 1) for need, limit in zip(needs, limits, strict=True)]
+    return sorted(range(len(needs)), key=lambda d: (-shares[d], -needs[d]))
+
+
 @runtime_checkable
 class HasTimeline(Protocol):
     """An object with the timeline of a step, such as a `Simulation` or a `StepRecord`."""

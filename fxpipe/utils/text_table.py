@@ -56,37 +56,30 @@ def text_table(
         has_rule: True for a line between the headers and the rows.
         keys: number of first columns that identify a row; each part of a divided table repeats them.
     """
-    whole = _one_table(rows, headers, left, has_rule)
-    if _width_of(whole) <= text_width():
+
+    def with_columns(columns: Sequence[int]) -> str:
+        cells, names = [[row[k] for k in columns] for row in rows], [headers[k] for k in columns]
+        alignment = ["left" if name in left else "right" for name in names] if rows else None
+        # Cells are text: tabulate would otherwise parse a node named `1e5` as a number.
+        if not has_rule:
+            return tabulate([names, *cells], tablefmt="plain", colalign=alignment, disable_numparse=True)
+        return tabulate(cells, names, tablefmt="simple", colalign=alignment, disable_numparse=True)
+
+    def is_too_wide(text: str) -> bool:
+        return max(map(len, text.splitlines()), default=0) > text_width()
+
+    whole = with_columns(range(len(headers)))
+    if not is_too_wide(whole):
         return whole
     parts: list[str] = []
     shown = list(range(keys))
     telling = [k for k in range(keys, len(headers)) if any(row[k] not in ("", EMPTY_CELL) for row in rows)]
     for column in telling:
-        wider = _some_columns(rows, headers, left, has_rule, [*shown, column])
-        if len(shown) > keys and _width_of(wider) > text_width():
-            parts.append(_some_columns(rows, headers, left, has_rule, shown))
+        if len(shown) > keys and is_too_wide(with_columns([*shown, column])):
+            parts.append(with_columns(shown))
             shown = list(range(keys))
         shown.append(column)
-    return "\n\n".join([*parts, _some_columns(rows, headers, left, has_rule, shown)])
-
-
-def _some_columns(
-    rows: Sequence[Sequence[str]], headers: Sequence[str], left: Collection[str], has_rule: bool, columns: Sequence[int]
-) -> str:
-    return _one_table([[row[k] for k in columns] for row in rows], [headers[k] for k in columns], left, has_rule)
-
-
-def _width_of(text: str) -> int:
-    return max(map(len, text.splitlines()), default=0)
-
-
-def _one_table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Collection[str], has_rule: bool) -> str:
-    alignment = ["left" if header in left else "right" for header in headers] if rows else None
-    # Cells are text: tabulate would otherwise parse a node named `1e5` as a number.
-    if not has_rule:
-        return tabulate([headers, *rows], tablefmt="plain", colalign=alignment, disable_numparse=True)
-    return tabulate(rows, headers, tablefmt="simple", colalign=alignment, disable_numparse=True)
+    return "\n\n".join([*parts, with_columns(shown)])
 
 
 def shorten_name(name: str, length: int = MAX_NAME_LENGTH) -> str:

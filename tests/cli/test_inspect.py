@@ -521,9 +521,3 @@ def test_document_of_a_real_plan(
     parameters = 4 * (2 * 16 + 2 * (16 * 16 + 16) + 16 * 4 + 4)
     assert document["totals"]["parameter_bytes"] == parameters
     assert 0 < document["totals"]["bubble"] < 1
-
-
-def test_plan_prints_its_table(model_file: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
-    plan = fxpipe.plan(model, 1, example_args=(torch.randn(4, 4),), devices=("cpu",), chunks=2)
-    assert str(plan) == plan_text(plan)

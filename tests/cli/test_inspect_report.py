@@ -48,10 +48,10 @@ def test_a_report_fetches_nothing():
 
 
 def test_micro_batches_are_doubled_up_to_the_samples_and_with_the_plans_own_number():
-    assert [found.chunks for found in chunks_variants(drawn_plan(2, chunks=6, batch=24))] == [1, 2, 4, 6, 8, 16]
-    assert [found.chunks for found in chunks_variants(replace(drawn_plan(2, chunks=2), batch=None))] == [1, 2, 4, 8]
+    assert [*chunks_variants(drawn_plan(2, chunks=6, batch=24))] == [1, 2, 4, 6, 8, 16]
+    assert [*chunks_variants(replace(drawn_plan(2, chunks=2), batch=None))] == [1, 2, 4, 8]
     own = drawn_plan(2, schedule=str(make_schedule("1f1b", 2, 8)), chunks=8, batch=32)
-    assert {found.chunks for found in chunks_variants(own)} <= {1, 2, 4, 8}  # a table is for so many, or fewer
+    assert chunks_variants(own).keys() <= {1, 2, 4, 8}  # a table is for so many, or fewer
 
 
 def test_a_large_plan_is_not_simulated_for_more_micro_batches_than_one_can_see():
@@ -89,12 +89,8 @@ def test_what_does_not_fit_is_told():
     assert '<dd class="warn">' in report_page(small)
 
 
-@pytest.mark.parametrize(("save", "form"), [(save_report, "html"), (save_graph, "svg")])
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("picture.gif", "suffix"), ("picture", "suffix"), ("missing/picture.{}", "no directory"), (".", "suffix")],
-)
-def test_a_path_that_cannot_be_written_is_refused(save, form, name, words, tmp_path):
-    with pytest.raises(ArgumentError, match=words):
-        save(drawn_plan(2), tmp_path / name.format(form))
+@pytest.mark.parametrize("save", [save_report, save_graph])
+def test_a_path_that_cannot_be_written_is_refused(save, tmp_path):
+    with pytest.raises(ArgumentError, match="suffix"):
+        save(drawn_plan(2), tmp_path / "picture.gif")
     assert [*tmp_path.iterdir()] == []

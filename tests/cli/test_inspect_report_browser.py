@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from helpers.drawn_plans import drawn_plan, portals_between
 
-import fxpipe
 from fxpipe.inspect.report import chunks_variants, save_report
 from fxpipe.planning.plans import OpaqueNode, Plan, TiedParameter
 from fxpipe.utils.units import human_bytes, human_seconds
@@ -97,7 +96,7 @@ def bytes_of(text: str) -> float:
 
 
 def test_the_slider_shows_the_simulation_of_each_number_of_micro_batches(browser, report, plan):
-    expected = {found.chunks: fxpipe.simulate(plan, chunks=found.chunks) for found in chunks_variants(plan)}
+    expected = chunks_variants(plan)
     assert list(expected) == [1, 2, 4, 8, 16]
     with opened(browser, report) as page:
         slider = page.locator("#chunks")

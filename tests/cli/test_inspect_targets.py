@@ -12,7 +12,7 @@ from helpers.inspected import make_plan, refusal
 
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.cli_options import PlanFile, as_options, parse_request, parse_subject
+from fxpipe.inspect.cli_options import as_options, parse_request, parse_subject
 from fxpipe.inspect.hugging_face import (
     ModelType,
     example_inputs,
@@ -159,7 +159,7 @@ def test_integers_below_a_vocabulary_and_inputs_without_values() -> None:
 
 def test_subjects() -> None:
     assert parse_subject("hf:gpt2") == ModelType("gpt2")
-    assert parse_subject("a/plan.json") == PlanFile(Path("a/plan.json"))
+    assert parse_subject("a/plan.json") == Path("a/plan.json")
     assert parse_subject("models:make") == Target("models", "make")
     with pytest.raises(ArgumentError, match=r"expected module:factory or .*, hf:gpt2 .* plan.json"):
         parse_subject("models")

@@ -1,8 +1,6 @@
 """Steps to draw, and what tests ask a picture."""
 
-from collections.abc import Iterator
-
-from fxpipe.inspect.scene import Area, Bars, Curve, Group, Item, Line, Rect, Scene, Text
+from fxpipe.inspect.scene import Area, Bars, Line, Rect, Scene, Text
 from fxpipe.inspect.style import text_width
 from fxpipe.runtime import ActionRecord, DeviceRecord, StepRecord, TransferRecord
 from fxpipe.scheduling import make_schedule
@@ -10,15 +8,6 @@ from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.simulation import Simulation, StageCost, simulate_schedule, transfers_of
 
 GIB = 2.0**30
-
-
-def flatten_items(items: tuple[Item, ...]) -> Iterator[Rect | Bars | Line | Curve | Area | Text]:
-    """Yields all items in the order of drawing, those of groups too."""
-    for item in items:
-        if isinstance(item, Group):
-            yield from flatten_items(item.items)
-        else:
-            yield item
 
 
 # A step that ran.
@@ -81,14 +70,13 @@ def bounds(item) -> tuple[float, float, float, float]:
 
 def check_scene(scene: Scene) -> None:
     """All is inside, and no text covers another."""
-    items = list(flatten_items(scene.items))
-    for item in items:
+    for item in scene.items:
         left, top, right, bottom = bounds(item)
         assert left >= 0, item
         assert top >= 0, item
         assert right <= scene.width, item
         assert bottom <= scene.height, item
-    texts = sorted((bounds(item), item.text) for item in items if isinstance(item, Text))
+    texts = sorted((bounds(item), item.text) for item in scene.items if isinstance(item, Text))
     for k, ((_, top, right, bottom), text) in enumerate(texts):
         for (other_left, other_top, _, other_bottom), other in texts[k + 1 :]:
             if other_left >= right:

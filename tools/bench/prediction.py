@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 import fxpipe
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.plans.figures import plan_figures
+from fxpipe.planning.plans.figures import simulate_step
 from fxpipe.profiling import Profile
 from fxpipe.tracing import Traced
 
@@ -134,14 +134,14 @@ class Subject:
 
     def _measure(self, chunks: int, profile: Profile, work: Work) -> Measurement:
         pipe = self.pipes[chunks]
-        predicted = plan_figures(with_seconds(pipe.plan, profile, self.samples[chunks]))
+        predicted = simulate_step(with_seconds(pipe.plan, profile, self.samples[chunks]))
         self._step(pipe)  # its memory is cold, after other models
         with noted(work):
             steps = [self._step(pipe) for _ in range(STEPS)]
         alone, both = (statistics.mean(self._loops(chunks, number)) for number in (1, WORKERS))
         return Measurement(
             predicted=predicted.step_seconds,
-            planned=plan_figures(pipe.plan).step_seconds,
+            planned=simulate_step(pipe.plan).step_seconds,
             steps=tuple(seconds for seconds, _ in steps),
             outside=statistics.median(outside for _, outside in steps),
             slowdown=both / alone,

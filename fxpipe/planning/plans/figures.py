@@ -9,7 +9,7 @@ from statistics import fmean
 from fxpipe.planning.plans.data import HeaviestNode, PlanData, Portal, StagePlan
 from fxpipe.planning.plans.host_time import shares_interpreter
 from fxpipe.scheduling import is_stream, with_updates
-from fxpipe.simulation import MemoryFit, Simulation, simulate_schedule, simulate_stream
+from fxpipe.simulation import Simulation, simulate_schedule, simulate_stream
 
 LEAST_LIMITING_SHARE = 0.75  # share of the slowest stage's seconds from which a node limits the balance
 
@@ -32,16 +32,7 @@ class StageFigures:
 class PlanFigures:
     stages: tuple[StageFigures, ...]
     slowest_to_mean: float  # forward and backward seconds of the slowest device, divided by the mean over devices
-    bubble: tuple[float, ...]  # for each device, its idle share of the step
-    # Simulated: forward and backward of all micro-batches, with transfers. For a stream: a mini-batch in the steady
-    # state, with its update.
-    step_seconds: float
-    fits: MemoryFit
-    host_note: str = ""  # explains that the step waits for the host, with a remedy; empty if it does not
-
-    @property
-    def mean_bubble(self) -> float:
-        return fmean(self.bubble)
+    simulation: Simulation  # a step, or a stream if the schedule streams
 
 
 def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | None = None) -> Simulation:
@@ -98,14 +89,7 @@ def plan_figures(plan: PlanData) -> PlanFigures:
         )
         for stage, rows, mode in zip(plan.stages, plan.stage_rows, plan.modes, strict=True)
     )
-    return PlanFigures(
-        stages,
-        slowest_to_mean(plan),
-        tuple(simulation.bubble),
-        simulation.step_seconds,
-        simulation.fits,
-        simulation.host_note,
-    )
+    return PlanFigures(stages, slowest_to_mean(plan), simulation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +115,7 @@ def size_figures(plan: PlanData) -> SizeFigures:
     over = [own - limit for own, limit in limited if limit is not None]
     return SizeFigures(
         {one.name: one.size for one in plan.sizes},
-        figures.step_seconds,
+        figures.simulation.step_seconds,
         figures.slowest_to_mean,
         seconds.index(max(seconds)),
         tuple(one / (sum(seconds) or 1.0) for one in seconds),

@@ -6,18 +6,17 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, flatten_items, simulated
+from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, simulated
 
 from fxpipe.inspect.gantt import GANTT_MARGIN, MAX_BOXES, TIMELINE_FORMATS, draw_gantt, gantt_layout
-from fxpipe.inspect.memory_chart import memory_chart
+from fxpipe.inspect.memory_chart import PANEL_COLOUR
 from fxpipe.inspect.perfetto import perfetto_trace
-from fxpipe.inspect.scene import Area, Bars, Group, Line, Rect, Scene, Text
-from fxpipe.inspect.style import KIND_COLOURS, RECEIVING_COLOUR, TimeAxis
+from fxpipe.inspect.scene import Area, Bars, Line, Rect, Scene, Text
+from fxpipe.inspect.style import KIND_COLOURS, RECEIVING_COLOUR
 from fxpipe.inspect.svg import svg_of
 from fxpipe.runtime.step_record import ActionRecord, StepRecord
 from fxpipe.scheduling import Action, ActionKind
 from fxpipe.simulation import Simulation
-from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 STEPS = {
@@ -43,9 +42,17 @@ def _drawn(name: str) -> tuple[Simulation, Scene]:
     return found, draw_gantt(found.as_step())
 
 
-def _group(drawn: Scene, name: str) -> list:
-    time = next(item for item in drawn.items if isinstance(item, Group) and item.name == "time")
-    return list(flatten_items(next((group.items for group in time.items if group.name == name), ())))
+def _boxes(drawn: Scene) -> list[Rect | Bars]:
+    """The boxes of actions, which are below the legend."""
+    fills = {*KIND_COLOURS.values(), RECEIVING_COLOUR}
+    top = GANTT_MARGIN + 60
+    return [i for i in drawn.items if isinstance(i, Rect | Bars) and i.fill in fills and i.y > top]
+
+
+def _memory(drawn: Scene) -> list[Rect | Area | Line]:
+    """The panels of devices, their parts and limits."""
+    others = [i for i in drawn.items if isinstance(i, Area) or (isinstance(i, Line) and i.dashes)]
+    return [i for i in drawn.items if isinstance(i, Rect) and i.fill == PANEL_COLOUR] + others
 
 
 def _end(event: dict) -> float:
@@ -60,7 +67,7 @@ def test_nothing_is_cut_off_and_no_text_covers_another(name):
     found, drawn = _drawn(name)
     layout = gantt_layout(found.as_step())
     check_scene(drawn)
-    for item in (*_group(drawn, "boxes"), *_group(drawn, "memory")):
+    for item in (*_boxes(drawn), *_memory(drawn)):
         left, top, right, bottom = bounds(item)
         assert layout.frame.left - 1e-6 <= left
         assert right <= layout.frame.right + 1e-6
@@ -71,7 +78,7 @@ def test_nothing_is_cut_off_and_no_text_covers_another(name):
 @pytest.mark.parametrize("name", STEPS)
 def test_every_action_is_one_box_as_long_as_it_takes(name):
     found, drawn = _drawn(name)
-    boxes = [item for item in _group(drawn, "boxes") if item.fill != RECEIVING_COLOUR]
+    boxes = [item for item in _boxes(drawn) if item.fill != RECEIVING_COLOUR]
     assert len(boxes) == len(found.spans)
     layout = gantt_layout(found.as_step())
     frame = layout.frame
@@ -92,7 +99,7 @@ def test_what_is_white_is_bubble(name):
     found, drawn = _drawn(name)
     layout = gantt_layout(found.as_step())
     rows = defaultdict(list)
-    for item in _group(drawn, "boxes"):
+    for item in _boxes(drawn):
         spans = item.spans if isinstance(item, Bars) else [(item.x, item.x + item.width)]
         rows[round((item.y - layout.top) / layout.pitch)] += spans
     for d, busy in enumerate(found.busy):
@@ -104,7 +111,7 @@ def test_what_is_white_is_bubble(name):
 
 def test_what_a_device_copies_is_a_box_before_its_action():
     found, drawn = _drawn("copies")
-    copied = [item for item in _group(drawn, "boxes") if item.fill == RECEIVING_COLOUR]
+    copied = [item for item in _boxes(drawn) if item.fill == RECEIVING_COLOUR]
     assert len(copied) == sum(span.receiving > 0 for span in found.spans) > 0
     total = sum(item.width for item in copied)
     width = gantt_layout(found.as_step()).frame.width
@@ -117,7 +124,7 @@ def test_an_update_takes_no_time_and_is_seen():
     update = ActionRecord(Action(ActionKind.UPDATE, 0, 0), 0.010, 0.010, 0, 0.0, 0, 0)
     step = StepRecord("x", (*record.actions, update), (), record.devices, 0.0).as_step()
     drawn = draw_gantt(step)
-    stroke = next(item for item in _group(drawn, "boxes") if item.fill == KIND_COLOURS[ActionKind.UPDATE])
+    stroke = next(item for item in _boxes(drawn) if item.fill == KIND_COLOURS[ActionKind.UPDATE])
     assert stroke.width == 1
     assert stroke.x + stroke.width == pytest.approx(gantt_layout(step).frame.right)
 
@@ -128,12 +135,12 @@ def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
     for text in ("device 0: cpu", "device 1: cuda:0", "3.50 ms", "65.0 %", "5.00 ms", "50.0 %"):
         assert text in texts
     assert "measured step 10.0 ms, mean bubble 57.5 %" in texts
-    assert not _group(drawn, "memory"), "of a measured step memory is not known"
+    assert not _memory(drawn), "of a measured step memory is not known"
 
 
 def test_more_actions_than_boxes_are_a_shape_for_each_kind_and_device():
     found, drawn = _drawn("large")
-    boxes = _group(drawn, "boxes")
+    boxes = _boxes(drawn)
     assert len(found.spans) > MAX_BOXES
     assert len(boxes) == 2 * 64
     assert sum(len(item.spans) for item in boxes) == len(found.spans)
@@ -145,8 +152,8 @@ def test_more_actions_than_boxes_are_a_shape_for_each_kind_and_device():
 
 def test_the_parts_of_a_devices_memory_are_stacked_to_its_peak():
     found, drawn = _drawn("two devices")
-    panels = [item for item in _group(drawn, "memory") if isinstance(item, Rect)]
-    areas = [item for item in _group(drawn, "memory") if isinstance(item, Area)]
+    panels = [item for item in _memory(drawn) if isinstance(item, Rect)]
+    areas = [item for item in _memory(drawn) if isinstance(item, Area)]
     scale = max(memory.peak for memory in found.memory) * 1.04 / panels[0].height  # bytes for each point
     for d, (panel, memory) in enumerate(zip(panels, found.memory, strict=True)):
         of_device = [area for area in areas if area.title.startswith(f"device {d}:")]
@@ -162,22 +169,13 @@ def test_the_parts_of_a_devices_memory_are_stacked_to_its_peak():
     assert peaks == [f"{memory.peak / GIB:.1f} GiB" for memory in found.memory]
 
 
-def test_of_many_devices_each_has_a_line():
+def test_of_many_devices_those_closest_to_their_limits_have_a_panel():
     found, drawn = _drawn("minutes")
-    lines = {item.title: item for item in _group(drawn, "memory") if isinstance(item, Line) and item.title}
-    assert len(lines) == 64
-    heights = [max(drawn.height - GANTT_MARGIN - y for _, y in line.points) for line in lines.values()]
-    ratio = max(heights) / min(heights)
+    labels = [item.title.partition(":")[0] for item in _memory(drawn) if isinstance(item, Area)]
     peaks = [memory.peak for memory in found.memory]
-    assert ratio == pytest.approx(max(peaks) / min(peaks))
-
-
-def test_a_line_shows_the_most_of_each_grain():
-    steps = ((0.0, MemoryParts(1)), (0.5, MemoryParts(2)), (0.5001, MemoryParts(9)), (0.5002, MemoryParts(1)))
-    chart = memory_chart([MemoryTimeline(steps)] * 9, (), [f"device {d}" for d in range(9)], TimeAxis(0, 100, 1), 0)
-    lines = [item for item in chart.time_items if isinstance(item, Line) and item.title]
-    heights = [[chart.height - y for _, y in line.points] for line in lines]
-    assert [max(own) / min(own) for own in heights] == pytest.approx([9] * 9)
+    fullest = sorted(range(64), key=lambda d: -peaks[d])[:8]
+    assert [*dict.fromkeys(labels)] == [f"device {d}" for d in sorted(fullest)]
+    assert any("of the 8 devices closest to their limits" in i.text for i in drawn.items if isinstance(i, Text))
 
 
 @pytest.mark.parametrize(("limit", "is_drawn"), [(4 * GIB, True), (2.1 * GIB, True), (80 * GIB, False)])
@@ -188,7 +186,7 @@ def test_a_limit_is_a_line_unless_it_would_flatten_the_curves(limit, is_drawn, d
                          found.seconds, found.legs, limits=(limit,) * devices)  # fmt: skip
     drawn = draw_gantt(limited.as_step())
     check_scene(drawn)
-    lines = [item for item in _group(drawn, "memory") if isinstance(item, Line) and item.dashes]
+    lines = [item for item in _memory(drawn) if isinstance(item, Line) and item.dashes]
     assert bool(lines) is is_drawn
     texts = " ".join(item.text for item in drawn.items if isinstance(item, Text))
     assert ("lies above" in texts) is not is_drawn
@@ -207,7 +205,7 @@ def test_an_svg_is_xml_that_tells_what_it_shows(name):
     assert root.find(f"{SVG}title").text == root.get("aria-label")
     assert found.schedule.name in root.get("aria-label")
     assert not list(root.iter(f"{SVG}script"))
-    assert len(list(root.iter(f"{SVG}text"))) == sum(isinstance(item, Text) for item in flatten_items(drawn.items))
+    assert len(list(root.iter(f"{SVG}text"))) == sum(isinstance(item, Text) for item in drawn.items)
 
 
 def test_every_format_is_written_whole(tmp_path):

@@ -71,7 +71,7 @@ def test_a_simulation_is_its_timeline_and_its_devices():
     page = checked(simulation._repr_html_())
     assert page.tags.count("svg") == 1
     assert page.tags.count("tr") == 1 + 4
-    assert f"zero_bubble: step {human_seconds(simulation.step_seconds)}" in page.text
+    assert f"simulated step {human_seconds(simulation.step_seconds)}" in page.text
     assert page.text.count(f"{100 * simulation.bubble[2]:.1f} %") >= 1
 
 
@@ -114,5 +114,6 @@ def test_a_pipe_says_before_and_after_planning_what_it_is(pipe):
     assert "Layers on [cpu, cpu]" in page.text
     assert page.tags.count("tr") == 1 + 2
     step = checked(pipe.last_step._repr_html_())
-    assert "measured: 2 stages, 2 micro-batches" in step.text
+    assert "2 stages, 2 micro-batches" in step.text
+    assert "measured step" in step.text
     assert step.tags.count("svg") == 1

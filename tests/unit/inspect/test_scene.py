@@ -3,12 +3,12 @@
 import xml.etree.ElementTree as ElementTree
 from itertools import combinations, pairwise
 from math import dist
+from operator import mul
 
 import pytest
-from helpers.drawn_steps import flatten_items
 
 from fxpipe.inspect import style as colours
-from fxpipe.inspect.scene import Area, Bars, Curve, Group, Line, Rect, Scene, Text, arrow_head
+from fxpipe.inspect.scene import Area, Bars, Curve, Line, Rect, Scene, Text, arrow_head
 from fxpipe.inspect.style import fit_text, text_width
 from fxpipe.inspect.svg import svg_of
 
@@ -29,12 +29,11 @@ def test_every_item_is_an_element_in_the_order_of_drawing():
         Rect(1, 2, 3.005, 4, RED, BLUE, 2),
         Bars(10, 4, ((1, 3), (4, 4.5)), RED),
         Line(((0, 0), (5, 5)), RED, 2, (4, 2)),
-        Curve((0, 0), ((1, 1), (2, 1)), (3, 0), RED, has_arrow=True),
+        Curve((0, 0), ((1, 1), (2, 1)), (3, 0), RED),
         Area(((0, 0), (1, 0), (1, 1)), RED),
         Text(5, 5, "a", 9, BLUE, "middle", True),
-        Group((Text(1, 1, "b"),), "inner"),
     )
-    background, rect, bars, line, curve, arrow, area, text, group = _elements(_scene(*items))
+    background, rect, bars, line, curve, arrow, area, text = _elements(_scene(*items))
     assert background.attrib == {"width": "100", "height": "50", "fill": "#ffffff"}
     assert rect.attrib == {
         "x": "1", "y": "2", "width": "3", "height": "4", "fill": RED, "stroke": BLUE, "rx": "2",
@@ -48,9 +47,6 @@ def test_every_item_is_an_element_in_the_order_of_drawing():
     assert text.attrib == {
         "x": "5", "y": "5", "font-size": "9", "fill": BLUE, "text-anchor": "middle", "font-weight": "bold",
     }  # fmt: skip
-    assert group.get("class") == "inner"
-    assert [child.text for child in group] == ["b"]
-    assert len(list(flatten_items(items))) == 7
 
 
 @pytest.mark.parametrize("text", ["<script>alert(1)</script>", 'a & "b"', "]]>", "\x00\x1b[31m\ud800", "é 中 µ", "  "])
@@ -145,8 +141,14 @@ def test_kinds_of_actions_differ_in_lightness_so_that_grey_will_do():
     assert all(two - one > 10 for one, two in pairwise(lightness))
 
 
+def _contrast(one: str, other: str) -> float:
+    """From 1 to 21 (black on white); text needs 4.5 (WCAG 2.1, 1.4.3)."""
+    lower, higher = sorted(sum(map(mul, (0.2126, 0.7152, 0.0722), _linear(colour))) for colour in (one, other))
+    return (higher + 0.05) / (lower + 0.05)
+
+
 def test_letters_are_legible_on_every_colour():
-    for colour in (*colours.KIND_COLOURS.values(), colours.RECEIVING_COLOUR):
-        assert colours.contrast(colours.text_colour_on(colour), colour) >= 4.5
+    for kind, colour in colours.KIND_COLOURS.items():
+        assert _contrast(colours.PAPER if kind in colours.DARK_KINDS else colours.INK, colour) >= 4.5
     for colour in (colours.INK, colours.FAINT, colours.LIMIT_COLOUR):
-        assert colours.contrast(colour, colours.PAPER) >= 4.5
+        assert _contrast(colour, colours.PAPER) >= 4.5

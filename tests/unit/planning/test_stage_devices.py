@@ -14,7 +14,7 @@ from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.hardware import HARDWARE, Hardware
 from fxpipe.partitioning import Link
 from fxpipe.planning.cost_model import MEMORY_MARGIN, PlannedWorker
-from fxpipe.planning.plans.figures import plan_figures
+from fxpipe.planning.plans.figures import simulate_step
 from fxpipe.profiling import Seconds
 
 
@@ -95,7 +95,7 @@ def test_slow_links_move_the_cut_to_where_little_is_sent() -> None:
     assert [stage.nodes for stage in block.stages] == [stage.nodes for stage in handed_over.stages]
     assert bottleneck(block) == {"block": bottleneck(slow)["block"]}
     # Such short stages wait for the host, whatever the links.
-    assert plan_figures(without_host(slow)).step_seconds < plan_figures(without_host(block)).step_seconds
+    assert simulate_step(without_host(slow)).step_seconds < simulate_step(without_host(block)).step_seconds
 
 
 def two_kinds(monkeypatch: pytest.MonkeyPatch, times: float) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.planning.options.stage_placement import TRAINING_SCHEDULES
-from fxpipe.planning.plans.figures import plan_figures
+from fxpipe.planning.plans.figures import simulate_step
 from fxpipe.scheduling import make_schedule, micro_batches_in_flight, steady_micro_batches
 
 LOOPED = ["interleaved_1f1b", "interleaved_zero_bubble"]
@@ -122,5 +122,5 @@ def test_a_split_backward_is_timed_in_two():
     plan = _plan("zero_bubble")
     assert all(0 < stage.weight_seconds <= stage.backward_seconds for stage in plan.stages)
     plan = _timed(plan, forward_seconds=2, backward_seconds=5, weight_seconds=1, action_seconds=0)
-    assert plan_figures(plan).step_seconds == 4 * 7 + (2 + 4 - 1)
-    assert plan_figures(replace(plan, schedule="1f1b")).step_seconds == 4 * 7 + 7
+    assert simulate_step(plan).step_seconds == 4 * 7 + (2 + 4 - 1)
+    assert simulate_step(replace(plan, schedule="1f1b")).step_seconds == 4 * 7 + 7
