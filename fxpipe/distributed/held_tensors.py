@@ -102,9 +102,6 @@ class HeldTensors:
         """Returns the ranks that hold a tensor, its home first."""
         return self._holders.get(name, self._rest)
 
-    def names_of(self, rank: int) -> tuple[str, ...]:
-        return tuple(name for name in self.names if rank in self.holders(name))
-
     def used_by_stages(self, rank: int) -> tuple[StageSum, ...]:
         """Returns the tensors that the stages of a rank use in the first graph, the last stage first."""
         return tuple((name, j) for j, at, names in reversed(self._stages) if at == rank for name in names)

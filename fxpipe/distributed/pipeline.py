@@ -88,6 +88,7 @@ class DistributedPipeline(Pipeline):
     """
 
     __slots__ = ()
+    _fxpipe: RankState
 
     def __init__(self, model: nn.Module, settings: Settings, state: RankState, outputs: str):
         state.outputs = outputs
@@ -108,7 +109,7 @@ class DistributedPipeline(Pipeline):
         """
         if torch.is_grad_enabled():
             raise StateError(REFUSED_DROP_IN)
-        state = self._state
+        state = self._fxpipe
         state.check_open()
         with state.engine.running(), state.group.together():
             if hooks := user_hooks_of(self._fxpipe_model):
@@ -125,12 +126,12 @@ class DistributedPipeline(Pipeline):
     ) -> TrainStream:
         self._check_replicas_are_equal()
         fields = {"vertical_sync": str(policy is WeightPolicy.VERTICAL_SYNC), "reduction": call.reduction}
-        check_agreement(self._state.group, fields, is_long=False)
-        return RankTrainStream(RankStreamLoop(self._state, batches, call, optimizer, policy))
+        check_agreement(self._fxpipe.group, fields, is_long=False)
+        return RankTrainStream(RankStreamLoop(self._fxpipe, batches, call, optimizer, policy))
 
     def _check_replicas_are_equal(self) -> None:
         """Raises `StateError` if a stream would update replicas with different gradients."""
-        replicas = self._state.engine.replicas
+        replicas = self._fxpipe.engine.replicas
         if not replicas.is_synced:
             raise StateError(
                 "train_stream within no_sync(): replicas would each be updated with gradients of their own; open the "
@@ -152,7 +153,7 @@ class DistributedPipeline(Pipeline):
 
         All replicas must use it for the same calls. Without data parallelism it has no effect.
         """
-        replicas = self._state.engine.replicas
+        replicas = self._fxpipe.engine.replicas
         before, replicas.is_synced = replicas.is_synced, False
         try:
             yield
@@ -162,16 +163,16 @@ class DistributedPipeline(Pipeline):
     @property
     def needs_inputs(self) -> bool:
         """Returns whether this rank's inputs are read: it has the first stage."""
-        return self._state.group.rank == self._state.leader
+        return self._fxpipe.group.rank == self._fxpipe.leader
 
     @property
     def needs_target(self) -> bool:
         """Returns whether this rank's target and loss_fn are used: it has the last stage."""
-        return self._state.group.rank == self._state.last
+        return self._fxpipe.group.rank == self._fxpipe.last
 
     def gather_last_step(self) -> StepRecord | None:
         """Gathers the records of all ranks, which all call this. Times count from the step's start on each rank."""
-        state = self._state
+        state = self._fxpipe
         state.check_open()
         with state.engine.running(), state.group.together() as connection:
             records = connection.all_gather(state.engine.last_step, "the records of the last step")
@@ -180,7 +181,7 @@ class DistributedPipeline(Pipeline):
     # -- Tensors of this rank ----------------------------------------------------------------------------------------
 
     def _own(self) -> set[int]:
-        return {id(tensor) for tensor in self._state.own_tensors().values()}
+        return {id(tensor) for tensor in self._fxpipe.own_tensors().values()}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -200,7 +201,7 @@ class DistributedPipeline(Pipeline):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns this rank's part of the state, under the model's keys; `torch.distributed.checkpoint` saves it."""
-        own, state = self._own(), self._state
+        own, state = self._own(), self._fxpipe
         keep = kwargs.pop("keep_vars", False)
         full = self._fxpipe_model.state_dict(*args, keep_vars=True, **kwargs)
         # A value that is not a tensor of the model (the extra state of a module) goes to the first stage.
@@ -219,7 +220,7 @@ class DistributedPipeline(Pipeline):
         own = self.state_dict(keep_vars=True)
         values = [(tensor, state_dict.get(key)) for key, tensor in own.items() if isinstance(tensor, torch.Tensor)]
         fitting = [t for t, new in values if isinstance(new, torch.Tensor) and has_values(new) and new.shape == t.shape]
-        GivenMemory(fitting, lambda tensor: self._state.group.device)
+        GivenMemory(fitting, lambda tensor: self._fxpipe.group.device)
         whole = {*self._fxpipe_model.state_dict()}
         entries = {key: value for key, value in state_dict.items() if key in own}
         keys = self._fxpipe_model.load_state_dict(with_metadata(entries, state_dict), strict=False, assign=assign)
@@ -227,7 +228,7 @@ class DistributedPipeline(Pipeline):
         unexpected = [key for key in state_dict if key not in whole]
         if strict and (missing or unexpected):
             raise RuntimeError(
-                f"Error(s) in loading state_dict for rank {self._state.group.rank}: "
+                f"Error(s) in loading state_dict for rank {self._fxpipe.group.rank}: "
                 f"missing keys {missing}, unexpected keys {unexpected}"
             )
         return type(keys)(missing, unexpected)
@@ -251,8 +252,8 @@ class DistributedPipeline(Pipeline):
     def close(self) -> None:
         """Closes the connections to the other ranks; the model is unchanged. Each rank calls it."""
         super().close()
-        self._state.group.leave()
-        self._state.engine.replicas.close()
+        self._fxpipe.group.leave()
+        self._fxpipe.engine.replicas.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         raise StateError(
@@ -262,12 +263,6 @@ class DistributedPipeline(Pipeline):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise StateError("a pipe over processes cannot be pickled: save its state_dict()")
-
-    @property
-    def _state(self) -> RankState:
-        state = self._fxpipe
-        assert isinstance(state, RankState)
-        return state
 
 
 def gathered_record(records: Sequence[StepRecord | None]) -> StepRecord | None:
@@ -296,8 +291,8 @@ def distributed_state(pipe: object) -> RankState:
             f"pipe is {with_article(pipe)}; expected what fxpipe.pipeline(model, devices=mesh, ...) returns on the "
             "ranks of a mesh or process group. A model or a pipe in one process is loaded with load_state_dict"
         )
-    pipe._state.check_open()
-    return pipe._state
+    pipe._fxpipe.check_open()
+    return pipe._fxpipe
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

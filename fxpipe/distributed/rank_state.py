@@ -100,7 +100,7 @@ class RankState(PipelineState):
                 "the pipe has no plan yet, so nobody knows which parameters this rank has: give example_args to "
                 "fxpipe.pipeline, or make the optimizer behind the first step"
             )
-        return self.held.names_of(self.group.rank)
+        return tuple(name for name in self.held.names if self.group.rank in self.held.holders(name))
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         names = {*self.own_names()}
