@@ -32,7 +32,7 @@ from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.size_recorder import Disguise
 from fxpipe.tracing.record.small_batch import record_small_batch
 from fxpipe.tracing.record.unrecordable import CannotRecord
-from fxpipe.tracing.shapes.input_dims import other_in_dims
+from fxpipe.tracing.shapes.input_dims import candidate_dims, cut_elements, other_in_dims
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import GraphBreak, RecordingOptions, Traced
 from fxpipe.tracing.tracing_passes import run_passes
@@ -46,29 +46,38 @@ LARGE_NODE_SHARE = 0.5  # share of the parameters above which one node is too la
 def find_graph(request: TraceRequest) -> Traced:
     """Finds the first correct graph, of the mini-batch or else of its micro-batches.
 
-    If the inputs disagree on the batch, it is tried which of them hold it; if forward loops over the samples, whether
-    a graph for one size of micro-batches is right. If the mini-batch stays whole, a graph that can be split is still
-    better: it is valid for other numbers of samples.
+    If the inputs disagree on the batch, or all outputs need all samples, it is tried which inputs hold the batch; if
+    forward loops over the samples, whether a graph for one size of micro-batches is right. If the mini-batch stays
+    whole, a graph that can be split is still better: it is valid for other numbers of samples.
 
     Raises:
         TraceError: no graph was found; the message contains the reason and the remedy.
     """
+    first, failure, as_asked = None, None, list[Any]()
     try:
-        return _graph_of_parts(request)
+        first = _graph_of_parts(request)
+        is_split = any(how not in (None, "combined") for how in first.out_dims)
+        if is_split or first.is_whole or request.in_dims is not None or request.chunks == 1:
+            return first
     except (ArgumentError, TraceError) as error:
         failure, is_final = error, isinstance(error, CannotRecord) and error.is_final
         if is_final or request.is_whole or not request.is_compared:
             raise
-        leaves = input_leaves(request.model, request.args, request.kwargs)[0]
-        others = [*other_in_dims(leaves)] if request.in_dims is None else []
         as_asked = [request.in_dims or 0] if request.in_dims is not None or isinstance(error, TraceError) else []
-        tries = [(in_dims, True) for in_dims in (*others, *as_asked) if request.chunks > 1]
-        for in_dims, is_for_one in (*tries, *((in_dims, False) for in_dims in others)):
-            try:
+    leaves = input_leaves(request.model, request.args, request.kwargs)[0]
+    others = [*other_in_dims(leaves)] if request.in_dims is None else []
+    tries = [(in_dims, True) for in_dims in (*others, *as_asked) if request.chunks > 1]
+    for in_dims, is_for_one in (*tries, *((in_dims, False) for in_dims in others)):
+        try:
+            cuts = cut_elements(leaves, candidate_dims(leaves, in_dims))
+            if first is None or cuts > cut_elements(leaves, first.in_dims):  # a part of the boxes is no batch
                 return _graph_of_parts(replace(request, in_dims=in_dims, is_for_one_size=is_for_one))
-            except (ArgumentError, TraceError) as other:
-                failure = other if isinstance(other, OtherMicroBatchesError) else failure
+        except (ArgumentError, TraceError) as other:
+            failure = other if isinstance(other, OtherMicroBatchesError) else failure
+    if first is None:
+        assert failure is not None
         raise failure from failure.__cause__
+    return first
 
 
 def _graph_of_parts(request: TraceRequest) -> Traced:

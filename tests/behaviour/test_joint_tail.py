@@ -122,6 +122,26 @@ def loss_over_the_largest(encoder, x, y):
     return (encoder(x) - y[:, :8] / y.abs().max()).square().sum() * y.abs().max().square()
 
 
+@fxpipe.leaf
+def nearest(found, targets):
+    """Which row of a sample is nearest to each of its boxes; the number of boxes differs."""
+    return [
+        torch.tensor([int(torch.cdist(t, rows).argmin()) for t in y["boxes"].split(1)], dtype=torch.int64)
+        for y, rows in zip(targets, found.detach(), strict=True)
+    ]
+
+
+class Detector(Layered, body=tower, head=lambda: nn.Linear(4, 2)):
+    """DETR: the rows nearest to the boxes of a sample are compared with them, over the number of all boxes."""
+
+    def forward(self, x, targets):
+        found = self.head(self.body(x).view(len(x), 2, 4))
+        rows = nearest(found, targets)
+        samples = torch.cat([torch.full_like(r, i) for i, r in enumerate(rows)])
+        near, boxes = found[samples, torch.cat(rows)], torch.cat([y["boxes"] for y in targets])
+        return (near - boxes).abs().sum() / max(sum(len(y["boxes"]) for y in targets), 1), found
+
+
 MODELS = {
     "a scale of all series": lambda: Shared(scale_of_all_series),
     "inputs over their spread": lambda: Shared(inputs_over_their_spread),
@@ -134,6 +154,7 @@ MODELS = {
     "a branch in Python": lambda: Views(with_a_branch),
     "negatives by chance": lambda: Views(negatives_by_chance),
     "a sample for all": lambda: Views(lambda a, b: ((a + b[3]).square().mean() + b[3].mean(), a + b[3])),
+    "boxes": Detector,
     "experts": Experts,
     "weights": Weighted,
     "a norm and a largest": lambda: Views(lambda a, b: a.norm() + torch.logsumexp(a - b, (0, 1)) + b.max()),
@@ -146,6 +167,9 @@ def inputs(model, batch, dtype, seed=0):
         ids = torch.randint(0, CLASSES, (batch, 5), generator=generator)
         labels = torch.randint(-1, CLASSES, (batch, 5), generator=generator)
         return ids, labels.where(labels >= 0, -100)
+    if isinstance(model, Detector):
+        boxes = [{"boxes": torch.rand(1 + i % 3, 2, generator=generator, dtype=dtype)} for i in range(batch)]
+        return torch.randn(batch, WIDTH, generator=generator, dtype=dtype), boxes
     return tuple(torch.randn(batch, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
 
 
@@ -512,4 +536,10 @@ def test_stages_run_nothing_of_the_tail_and_gather_no_logits():
     traced = fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
     rows = [node for node, how in zip(traced.pieces, traced.piece_dims, strict=True) if isinstance(how, int)]
     assert all("head" not in node.name for node in rows)
+    assert traced.out_dims == ("combined", 0)
+
+
+def test_a_list_with_an_entry_for_each_sample_is_whole_and_the_samples_are_cut():
+    traced = fxpipe.trace(Detector(), inputs(Detector(), 4, torch.float32), chunks=2)
+    assert traced.in_dims == (0, None, None, None, None)
     assert traced.out_dims == ("combined", 0)

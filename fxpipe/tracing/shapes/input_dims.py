@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -48,9 +49,14 @@ def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None
 def other_in_dims(leaves: Sequence[InputLeaf]) -> Iterator[dict[str, int | None]]:
     """Yields `in_dims` to try if inputs of different sizes cannot all hold the batch, the most likely first.
 
-    The smallest input may hold the samples, and others several rows for each; or the inputs of the most frequent size
-    hold them, and each micro-batch takes all of the others (a table).
+    A list may have an entry for each sample (the boxes of each picture), which each micro-batch takes whole; the smallest
+    input may hold the samples, and others several rows for each; or the inputs of the most frequent size hold them, and
+    each micro-batch takes all of the others (a table).
     """
+    entries = {leaf.head: {x.path.split("]")[0] for x in leaves if x.head == leaf.head} for leaf in leaves}
+    lists = {head for head, paths in entries.items() if len(paths) > 1}
+    if any(x.shape[:1] == (len(entries[head]),) for head in lists for x in leaves if x.head not in lists):
+        yield {head: None if head in lists else 0 for head in entries}
     sizes = {leaf.head: [x.shape[:1] for x in leaves if x.is_tensor and x.head == leaf.head] for leaf in leaves}
     counts = Counter(size for of_head in sizes.values() for shape in of_head for size in shape if size > 1)
     if len(counts) > 1:
@@ -58,6 +64,11 @@ def other_in_dims(leaves: Sequence[InputLeaf]) -> Iterator[dict[str, int | None]
         multiples = {size for size in counts if size % batch == 0}
         for holding in (multiples, {most}) if len(multiples) > 1 else ({most},):
             yield {head: 0 if all(holding.issuperset(s) and s for s in held) else None for head, held in sizes.items()}
+
+
+def cut_elements(leaves: Sequence[InputLeaf], dims: Sequence[int | None]) -> int:
+    """Returns the number of elements of the inputs that are cut in these dimensions."""
+    return sum(math.prod(leaf.shape) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
 
 
 def batch_sizes(leaves: Sequence[InputLeaf], dims: Sequence[int | None]) -> set[int]:

@@ -75,6 +75,7 @@ class _Findings:
     sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # arguments and values written to the node
     parameters: _Opened = field(default_factory=dict)
     may_fail: bool = False  # may a node fail on a part? It does not join then, and parts go on with the whole's value
+    failed: set[fx.Node] = field(default_factory=set)  # with all that is computed from these
 
     def rows(self, node: fx.Node) -> bool:
         return any(isinstance(how, int) or how == "parts" for how in self.joins[node])
@@ -84,6 +85,7 @@ class _Findings:
         self.depends |= run.depends
         self.blocks |= run.blocks
         self.opened |= run.opened
+        self.failed |= run.failed
         self.sources = run.sources
 
     def hiding(self) -> set[fx.Node]:
@@ -226,7 +228,8 @@ def _refusal(
             is_hidden = bool(hiding & {*dependencies_of(node)})
             mixing = _mixing_error(traced, name, node, findings.meeting(node), is_hidden)
             return _Refusal(mixing, findings.joins, not findings.may_fail)
-    return _Refusal(refusal) if findings.may_fail else None
+    in_parts = {n for node, how in traced.results if how != "combined" for n in dependencies_of(node)}
+    return None if findings.failed.isdisjoint(in_parts) else _Refusal(refusal)
 
 
 def _look_for(
@@ -362,7 +365,7 @@ class _SideBySide:
             try:
                 return self._results(node)
             except Exception:
-                if not self.may_fail or info(node).written_storages:
+                if not self.may_fail:
                     raise
         if not self.state.isdisjoint(info(node).written_storages):
             raise ArithmeticError("state is made of what parts of the batch do not compute")
