@@ -65,7 +65,7 @@ def find_graph(request: TraceRequest) -> Traced:
             raise
         as_asked = [request.in_dims or 0] if request.in_dims is not None or isinstance(error, TraceError) else []
     leaves = input_leaves(request.model, request.args, request.kwargs)[0]
-    others = [*other_in_dims(leaves)] if request.in_dims is None else []
+    others = other_in_dims(leaves) if request.in_dims is None else []
     tries = [(in_dims, True) for in_dims in (*others, *as_asked) if request.chunks > 1]
     for in_dims, is_for_one in (*tries, *((in_dims, False) for in_dims in others)):
         try:

@@ -123,6 +123,11 @@ def loss_over_the_largest(encoder, x, y):
 
 
 @fxpipe.leaf
+def finite(h):
+    return h if h.isfinite().all() else h.clamp(-1e4, 1e4)
+
+
+@fxpipe.leaf
 def nearest(found, targets):
     """Which row of a sample is nearest to each of its boxes; the number of boxes differs."""
     return [
@@ -135,7 +140,7 @@ class Detector(Layered, body=tower, head=lambda: nn.Linear(4, 2)):
     """DETR: the rows nearest to the boxes of a sample are compared with them, over the number of all boxes."""
 
     def forward(self, x, targets):
-        found = self.head(self.body(x).view(len(x), 2, 4))
+        found = self.head(finite(self.body(x)).view(len(x), 2, 4))
         rows = nearest(found, targets)
         samples = torch.cat([torch.full_like(r, i) for i, r in enumerate(rows)])
         near, boxes = found[samples, torch.cat(rows)], torch.cat([y["boxes"] for y in targets])

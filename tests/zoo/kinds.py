@@ -214,7 +214,7 @@ def _detr() -> tuple[nn.Module, Call]:
     return DetrForObjectDetection(config), call(pixel_values=images(64), labels=labels)
 
 
-_DETR = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
+_DETR = {"layers": 1, "attention_heads": 2, "ffn_dim": 256}
 _library("detection", "detr_labels", _detr)
 
 _PAST, _FUTURE = 10, 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fxpipe.errors import ArgumentError
@@ -46,24 +46,26 @@ def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None
     return [*dims] if in_dims is None else _with_rows(leaves, dims)
 
 
-def other_in_dims(leaves: Sequence[InputLeaf]) -> Iterator[dict[str, int | None]]:
-    """Yields `in_dims` to try if inputs of different sizes cannot all hold the batch, the most likely first.
+def other_in_dims(leaves: Sequence[InputLeaf]) -> list[dict[str, int | None]]:
+    """Returns `in_dims` to try if inputs of different sizes cannot all hold the batch, the most likely first.
 
-    A list may have an entry for each sample (the boxes of each picture), which each micro-batch takes whole; the smallest
-    input may hold the samples, and others several rows for each; or the inputs of the most frequent size hold them, and
-    each micro-batch takes all of the others (a table).
+    A list may have an entry for each sample (the boxes of each picture), which each micro-batch takes whole; the
+    smallest input may hold the samples, and others several rows for each; or the inputs of the most frequent size hold
+    them, and each micro-batch takes all of the others (a table).
     """
+    ways: list[dict[str, int | None]] = []
     entries = {leaf.head: {x.path.split("]")[0] for x in leaves if x.head == leaf.head} for leaf in leaves}
     lists = {head for head, paths in entries.items() if len(paths) > 1}
     if any(x.shape[:1] == (len(entries[head]),) for head in lists for x in leaves if x.head not in lists):
-        yield {head: None if head in lists else 0 for head in entries}
+        ways.append({head: None if head in lists else 0 for head in entries})
     sizes = {leaf.head: [x.shape[:1] for x in leaves if x.is_tensor and x.head == leaf.head] for leaf in leaves}
     counts = Counter(size for of_head in sizes.values() for shape in of_head for size in shape if size > 1)
     if len(counts) > 1:
         batch, (most, _) = min(counts), counts.most_common(1)[0]
         multiples = {size for size in counts if size % batch == 0}
         for holding in (multiples, {most}) if len(multiples) > 1 else ({most},):
-            yield {head: 0 if all(holding.issuperset(s) and s for s in held) else None for head, held in sizes.items()}
+            ways.append({h: 0 if all(holding.issuperset(s) and s for s in held) else None for h, held in sizes.items()})
+    return [way for place, way in enumerate(ways) if way not in ways[:place]]
 
 
 def cut_elements(leaves: Sequence[InputLeaf], dims: Sequence[int | None]) -> int:

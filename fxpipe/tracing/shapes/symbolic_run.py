@@ -346,7 +346,7 @@ class SymbolicRun:
         self._note_fixed(node)
         if self._dynamic_dims_given(node):
             return self._seen_at_lengths(node, observation)
-        varied = [place for place in observation.varied if place in candidates]
+        varied = [place for place in observation.varied if self.known.fixing or place in candidates]
         return fake_value(observation.node_values[node], self.inputs[varied[0]] if varied else 0)
 
     def _seen_at_lengths(self, node: fx.Node, observation: Observation) -> Any:
