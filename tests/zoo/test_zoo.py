@@ -20,10 +20,7 @@ LIBRARY = (
     "wav2vec2_masked", "segformer", "convnext",
 )  # fmt: skip
 NAMES = (*(entry.name for entry in OWN), *LIBRARY)
-REFUSED = {  # limits of today, each an error that says why
-    ("detr_labels", "fxpipe"),  # the part of all samples draws random numbers
-    *(("gradient_penalty", way) for way in ("fxpipe", HANDED_OVER)),
-}
+REFUSED = {("gradient_penalty", way) for way in ("fxpipe", HANDED_OVER)}  # limits of today: an error that says why
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 

@@ -228,8 +228,10 @@ def _refusal(
             is_hidden = bool(hiding & {*dependencies_of(node)})
             mixing = _mixing_error(traced, name, node, findings.meeting(node), is_hidden)
             return _Refusal(mixing, findings.joins, not findings.may_fail)
-    in_parts = {n for node, how in traced.results if how != "combined" for n in dependencies_of(node)}
-    return None if findings.failed.isdisjoint(in_parts) else _Refusal(refusal)
+    for node, how in traced.results if findings.failed else ():
+        if how != "combined" and isinstance(node, fx.Node) and not findings.failed.isdisjoint(dependencies_of(node)):
+            return _Refusal(refusal)
+    return None  # only what runs once for the mini-batch fails on parts
 
 
 def _look_for(
