@@ -544,6 +544,23 @@ def test_stages_run_nothing_of_the_tail_and_gather_no_logits():
     assert traced.out_dims == ("combined", 0)
 
 
+@pytest.mark.parametrize(
+    "loss", [lambda f, x, y: nt_xent(f(x), f(y)), inputs_over_their_spread], ids=["a tail", "a head"]
+)
+def test_a_second_length_makes_a_graph_for_all_lengths(loss):
+    class Texts(Shared):
+        def forward(self, x, y):
+            return super().forward(x.mean(1), y.mean(1))
+
+    torch.manual_seed(0)
+    model = Texts(loss)
+    lengths = [tuple(torch.randn(8, length, WIDTH) for _ in range(2)) for length in (5, 7, 6, 9)]
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=lengths[0], profile_budget=0.0) as pipe:
+        for pair in lengths:
+            torch.testing.assert_close(pipe(*pair), model(*pair))
+        assert len(pipe._fxpipe.graphs) == 2
+
+
 def test_a_list_with_an_entry_for_each_sample_is_whole_and_the_samples_are_cut():
     traced = fxpipe.trace(Detector(), inputs(Detector(), 4, torch.float32), chunks=2)
     assert traced.in_dims == (0, None, None, None, None)

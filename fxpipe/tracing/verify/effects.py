@@ -100,6 +100,8 @@ def observe_run(traced: Traced, sample: Sequence[Any], saves: bool = False) -> G
     buffers: dict[int, tuple[fx.Node, torch.Tensor]] = {}
     draws, seen = DrawStream(traced.seed), ObservedEffects()
     inputs: dict[int, torch.Tensor] = {}
+    if traced.head is not None:
+        sample = [*sample, *traced.head(sample, traced.batch_of(sample)).values()]
 
     def placeholder(node: fx.Node) -> Any:
         place = traced.place_of(node)
@@ -138,10 +140,14 @@ def observe_run(traced: Traced, sample: Sequence[Any], saves: bool = False) -> G
     after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}
     outputs = [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
+    handed_out, computed = [*outputs, *map(values.__getitem__, traced.pieces)], dict[str, Any]()
+    for one in traced.combinations:
+        if one.is_joint and outputs[one.output] is None:  # the graph has no tail any more
+            outputs[one.output] = one.of(handed_out, computed)
     return GraphRun(
         outputs if saves else list(map(detached, outputs)),
         after,
-        {place: detached(tensor) for place, tensor in inputs.items()},
+        {place: detached(inputs[place]) for place in inputs if place < len(traced.leaves)},
         seen,
         leaves,
         [*stand_ins.values()],

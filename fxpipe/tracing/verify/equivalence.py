@@ -253,7 +253,7 @@ def _run_now(traced: Traced, sample: Sequence[Any], size_note: str) -> RunResult
         outputs = [detached(x, own) for x in leaves]
         slots = {s: t for s, t in slots.items() if not is_fixed(t) and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}
-        inputs = {p: detached(copies[p], own) for p in traced.placeholders}
+        inputs = {p: detached(copies[p], own) for p in traced.placeholders if p < len(copies)}
     return RunResult(outputs, buffers, inputs)
 
 
