@@ -141,6 +141,7 @@ class Traced:
     tracer: str = "record"  # or the name of the function that created the graph
     is_recorded: bool = True  # False: the graph was not created by recording the model
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
+    any_sizes: frozenset[int] = frozenset()  # inputs that only modules kept whole read: their sizes do not matter
     # By output leaf: a dimension, "mean", "sum", "stack", "combined" (see below); None: not batched.
     out_dims: tuple[int | str | None, ...] = ()
     combinations: tuple[OutputCombination, ...] = ()  # one for each output that is "combined"
@@ -374,6 +375,8 @@ class Traced:
                 continue
             if not is_plain_layout(value):  # the search for another graph reports it
                 return False
+            if place in self.any_sizes:
+                continue
             differing = (d for d, (s, t) in enumerate(zip(leaf.shape, value.shape, strict=True)) if s != t)
             if any(d != dim and (place, d) not in self.dynamic.formulas for d in differing):
                 return False

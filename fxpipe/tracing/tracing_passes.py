@@ -9,7 +9,7 @@ from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
 from fxpipe.tracing.record.untracked_sizes import read_untracked_sizes
 from fxpipe.tracing.shapes.input_values import with_head
-from fxpipe.tracing.shapes.output_dims import without_tail
+from fxpipe.tracing.shapes.output_dims import of_any_sizes, read_by_python_only, without_tail
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import Traced
@@ -43,6 +43,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     why_fixed = _why_sizes_are_fixed(traced, request)
     dynamic = {} if why_fixed else request.dynamic.names(traced.leaves)
     lengths = dynamic.keys() - request.dynamic.asked.keys()
+    unasked = read_by_python_only(traced)
     traced = add_shapes(traced, leaves, request.in_dims, request.out_dims, dynamic, lengths)
     reasons = {} if is_faked() else dict.fromkeys(request.dynamic.dims - dynamic.keys(), why_fixed)
     fixed = {**traced.dynamic.fixed, **reasons}
@@ -60,6 +61,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     is_told = is_faked() or traced.is_whole
     if not is_told:
         traced, is_told = join_sample_rows(traced, leaves, request.chunks, request.out_dims)
+    traced = replace(traced, any_sizes=of_any_sizes(traced, unasked))
     traced = with_head(without_tail(traced))
     assert traced.effects is not None
     traced = replace(traced, effects=effects_of_changed(traced, traced.effects))

@@ -565,3 +565,43 @@ def test_a_list_with_an_entry_for_each_sample_is_whole_and_the_samples_are_cut()
     traced = fxpipe.trace(Detector(), inputs(Detector(), 4, torch.float32), chunks=2)
     assert traced.in_dims == (0, None, None, None, None)
     assert traced.out_dims == ("combined", 0)
+
+
+@fxpipe.leaf
+def criterion(rows, targets):
+    near = [torch.cdist(r, y["boxes"]).min(0).values.sum() for r, y in zip(rows, targets, strict=True)]
+    return sum(near) / sum(len(y["boxes"]) for y in targets)
+
+
+@fxpipe.leaf
+def joined(targets):
+    return torch.cat([y["boxes"] for y in targets])
+
+
+SIZES_OF_BOXES = {  # what forward does with its boxes, and the number of graphs for five numbers of boxes
+    "only Python reads them": (lambda rows, targets: criterion(rows, targets), 1),
+    "it counts them": (lambda rows, targets: criterion(rows, targets) / sum(len(y["boxes"]) for y in targets), 5),
+    "it counts what Python makes": (lambda rows, targets: criterion(rows, targets) / len(joined(targets)), 5),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_OF_BOXES)
+def test_numbers_of_boxes_that_only_python_of_the_tail_reads_need_no_graph(name):
+    class Whole(Detector):
+        def forward(self, x, targets):
+            return SIZES_OF_BOXES[name][0](self.head(self.body(x).view(len(x), 2, 4)), targets)
+
+    torch.manual_seed(0)
+    model = Whole()
+    plain = copy.deepcopy(model)
+    batches = [
+        (torch.randn(len(counts), WIDTH), [{"boxes": torch.rand(count, 2)} for count in counts])
+        for counts in ((1, 2, 3, 2), (2, 2, 3, 3), (5, 4, 3, 2), (3, 3, 3, 3), (7, 1, 1, 4))
+    ]
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=batches[0], profile_budget=0.0) as pipe:
+        for batch in batches:
+            for one in (pipe, plain):
+                one.zero_grad()
+                one(*batch).backward()
+            assert_gradients(model, plain)
+        assert len(pipe._fxpipe.graphs) == SIZES_OF_BOXES[name][1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.batch_reductions import Joins, ReductionWalk, UnknownReductionError
 from fxpipe.tracing.shapes.input_dims import batch_sizes
-from fxpipe.tracing.traced import CALL_OPS, Traced
+from fxpipe.tracing.traced import CALL_OPS, Traced, runs_python
 from fxpipe.utils.output_combination import OutputCombination
 from fxpipe.utils.pytree import UNNAMED, StructureError, broadcast_prefix
 
@@ -95,6 +95,29 @@ def without_tail(traced: Traced) -> Traced:
         if node in traced.tail and not node.users and memory.isdisjoint(info(node).written_storages):
             traced.graph.erase_node(node)
     return replace(traced, combinations=combinations, tail=frozenset())
+
+
+def read_by_python_only(traced: Traced) -> frozenset[int]:
+    """Returns the inputs of a recording that only modules kept whole read: forward itself uses no size of them."""
+    asked = {o for read in traced.size_reads for o in read.operands} | {read.tensor for read in traced.layout_reads}
+    return frozenset(
+        place
+        for place, node in traced.placeholders.items()
+        if node not in asked and node.users and all(map(runs_python, node.users))
+    )
+
+
+def of_any_sizes(traced: Traced, places: Collection[int]) -> frozenset[int]:
+    """Returns those of these inputs that only the tail reads, where no value that is used further has a size."""
+
+    def has_no_sizes(node: fx.Node) -> bool:
+        users = [user for user in node.users if user.op != "output"]
+        parts = [user for user in users if runs_python(user) and user.all_input_nodes == [node]]
+        is_scalar = [shape.shape for shape in info(node).shapes] == [()]
+        return (is_scalar or len(parts) == len(users)) and all(map(has_no_sizes, parts))
+
+    readers = {p: [n for n in traced.placeholders[p].users if n.op != "output"] for p in places}
+    return frozenset(p for p, users in readers.items() if all(n in traced.tail and has_no_sizes(n) for n in users))
 
 
 def left_dims(traced: Traced) -> dict[str, int | str]:
