@@ -1363,6 +1363,36 @@ TRACING = (
         "behaviour/test_overwritten_attributes.py::test_a_loss_does_not_read_values_of_before_the_step",
     ),
     Mutant(
+        "tracing/shapes/output_dims.py",
+        "return (is_scalar or len(parts) == len(users)) and all(map(has_no_sizes, parts))",
+        "return True",
+        "behaviour/test_joint_tail.py::test_numbers_of_boxes_that_only_python_of_the_tail_reads_need_no_graph",
+    ),
+    Mutant(
+        "tracing/shapes/output_dims.py",
+        "if node not in asked and node.users and all(map(runs_python, node.users))",
+        "if node.users",
+        "behaviour/test_joint_tail.py::test_numbers_of_boxes_that_only_python_of_the_tail_reads_need_no_graph",
+    ),
+    Mutant(
+        "tracing/strategies.py",
+        "if first is None or cuts > cut_elements(leaves, first.in_dims):",
+        "if first is None:",
+        "behaviour/test_joint_tail.py::test_a_list_with_an_entry_for_each_sample_is_whole_and_the_samples_are_cut",
+    ),
+    Mutant(
+        "tracing/shapes/symbolic_run.py",
+        "if self.known.fixing or place in candidates]",
+        "if place in candidates]",
+        "behaviour/test_joint_tail.py::test_a_list_with_an_entry_for_each_sample_is_whole_and_the_samples_are_cut",
+    ),
+    Mutant(
+        "tracing/verify/effects.py",
+        "if one.is_joint and outputs[one.output] is None:",
+        "if one.is_joint and not outputs:",
+        "behaviour/test_joint_tail.py::test_a_second_length_makes_a_graph_for_all_lengths",
+    ),
+    Mutant(
         "runtime/stream.py",
         "self.engine.with_names(losses_of(given_inputs, self.loss, is_verified))",
         "losses_of(given_inputs, self.loss, is_verified)",

@@ -569,19 +569,19 @@ def test_a_list_with_an_entry_for_each_sample_is_whole_and_the_samples_are_cut()
 
 @fxpipe.leaf
 def criterion(rows, targets):
-    near = [torch.cdist(r, y["boxes"]).min(0).values.sum() for r, y in zip(rows, targets, strict=True)]
-    return sum(near) / sum(len(y["boxes"]) for y in targets)
+    near = [torch.cdist(r, y["boxes"]).min(0).values.mean() for r, y in zip(rows, targets, strict=True)]
+    return torch.stack(near).mean()
 
 
 @fxpipe.leaf
-def joined(targets):
-    return torch.cat([y["boxes"] for y in targets])
+def distances(rows, targets):
+    return torch.cat([torch.cdist(r, y["boxes"]).min(0).values for r, y in zip(rows, targets, strict=True)])
 
 
-SIZES_OF_BOXES = {  # what forward does with its boxes, and the number of graphs for five numbers of boxes
+SIZES_OF_BOXES = {  # what forward does with its boxes, and the number of graphs for three lists of boxes
     "only Python reads them": (lambda rows, targets: criterion(rows, targets), 1),
-    "it counts them": (lambda rows, targets: criterion(rows, targets) / sum(len(y["boxes"]) for y in targets), 5),
-    "it counts what Python makes": (lambda rows, targets: criterion(rows, targets) / len(joined(targets)), 5),
+    "it counts them": (lambda rows, targets: criterion(rows, targets) / sum(len(y["boxes"]) for y in targets), 3),
+    "it counts what Python makes": (lambda rows, targets: (d := distances(rows, targets)).sum() / len(d), 3),
 }
 
 
@@ -596,7 +596,7 @@ def test_numbers_of_boxes_that_only_python_of_the_tail_reads_need_no_graph(name)
     plain = copy.deepcopy(model)
     batches = [
         (torch.randn(len(counts), WIDTH), [{"boxes": torch.rand(count, 2)} for count in counts])
-        for counts in ((1, 2, 3, 2), (2, 2, 3, 3), (5, 4, 3, 2), (3, 3, 3, 3), (7, 1, 1, 4))
+        for counts in ((1, 2, 3, 2), (2, 2, 3, 3), (5, 4, 3, 2))
     ]
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=batches[0], profile_budget=0.0) as pipe:
         for batch in batches:
