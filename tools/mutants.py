@@ -1399,6 +1399,12 @@ TRACING = (
         "behaviour/test_overwritten_attributes.py::test_a_loss_of_a_stream_reads_no_older_values",
     ),
     Mutant(
+        "tracing/cache_key.py",
+        "now.__wrapped__ if now.__class__ is NotKept else now",
+        "now",
+        "unit/runtime/test_bound_program.py::test_losses_in_two_threads_put_back_what_they_hide",
+    ),
+    Mutant(
         "runtime/bound_program.py",
         "tensor.__wrapped__ if tensor.__class__ is NotKept else tensor",
         "tensor",

@@ -14,6 +14,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.model_state import slots_of
+from fxpipe.utils.python_objects import NotKept
 
 
 class TensorKind(NamedTuple):
@@ -75,6 +76,7 @@ class TensorGuard:
 
     def holds(self) -> bool:
         now = self.store.get(self.key)
+        now = now.__wrapped__ if now.__class__ is NotKept else now  # while a loss function of a stream runs
         return (
             isinstance(now, torch.Tensor)
             and now.shape == self.shape

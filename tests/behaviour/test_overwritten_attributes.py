@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -212,7 +213,11 @@ def test_other_mini_batches_change_what_a_loss_of_a_stream_hides() -> None:
     class Names:
         mean = running_mean = 1.0
 
-    losses, state = _stream(lambda _: lambda y, target: (y - target).square().mean() * Names.mean * Names.running_mean)
+    def loss_fn(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)  # the next mini-batches come meanwhile
+        return (y - target).square().mean() * Names.mean * Names.running_mean
+
+    losses, state = _stream(lambda _: loss_fn)
     wanted, wanted_state = _stream(lambda _: lambda y, target: (y - target).square().mean() * 1.0)
     assert losses == wanted
     for name, value in wanted_state.items():

@@ -14,6 +14,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.runtime.bound_program import ModelTensors
+from fxpipe.tracing.cache_key import tensor_guards_of
 
 
 class Counting(nn.Module):
@@ -73,12 +74,12 @@ def test_losses_in_two_threads_put_back_what_they_hide() -> None:
     seen, order = [], [threading.Event(), threading.Event()]
 
     def loss_fn(k: int) -> None:
-        seen.append((type(model.running_mean).__name__, tensors.get("running_mean") is mean))
+        seen.append((type(model.running_mean).__name__, tensors.get("running_mean") is mean, guard.holds()))
         order[k].set()
         order[1 - k].wait(0.2)  # for the other loss, which would be in here too
         time.sleep(0.05 * k)
 
-    tensors = ModelTensors(model, {})
+    tensors, (guard,) = ModelTensors(model, {}), tensor_guards_of(model, ["running_mean"])
     hiding = tensors.hiding(["running_mean"], loss_fn)
     threads = [threading.Thread(target=hiding, args=(k,)) for k in range(2)]
     for thread in threads:
@@ -86,4 +87,4 @@ def test_losses_in_two_threads_put_back_what_they_hide() -> None:
     for thread in threads:
         thread.join()
     assert model.running_mean is mean
-    assert seen == [("NotKept", True)] * 2
+    assert seen == [("NotKept", True, True)] * 2
