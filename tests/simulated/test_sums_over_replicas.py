@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.distributed import gradient_reduction
-from fxpipe.distributed.gradient_reduction import DeviceSums, GradientReduction
+from fxpipe.distributed import device_transfers, gradient_reduction
+from fxpipe.distributed.device_transfers import DeviceSums
+from fxpipe.distributed.gradient_reduction import GradientReduction
 from fxpipe.errors import DistributedError
 from fxpipe.utils import accelerator
 from simulated import communicator
@@ -130,12 +131,13 @@ FAULTS = {
             GradientReduction,
             "finish",
             "_or_lost(work.wait)",
-            "with accelerator.current_streams(accelerator.new_stream(self._device)): _or_lost(work.wait)",
+            "from fxpipe.utils import accelerator as a\n"
+            "            with a.current_streams(a.new_stream(self._device)): _or_lost(work.wait)",
         ),
         "read too early",
     ),
     "sums are used before they are there": (
-        (DeviceSums, "settle", "if not accelerator.wait_on_host(event, seconds):", "if False:"),
+        (DeviceSums, "settle", 'self._wait_on_host(accelerator.record_event(self._stream), WAITED_FOR, "sum")', "pass"),
         "read too early",
     ),
     "a gradient is read before it is there": ((DeviceSums, "take", "self._stream.wait_event(", "("), "read too early"),
@@ -225,7 +227,7 @@ _record_event = accelerator.record_event
 
 def _event_of_a_hung_sum(stream, timing=False):
     is_of_sums = not timing and any(
-        frame.function == "settle" and frame.filename == gradient_reduction.__file__ for frame in inspect.stack()[:3]
+        frame.function == "settle" and frame.filename == device_transfers.__file__ for frame in inspect.stack()[:3]
     )
     return NeverPassed() if is_of_sums else _record_event(stream, timing)
 
@@ -239,7 +241,7 @@ def hang_on_one_rank(mesh):
         before = [p.grad.clone() for p in pipe.parameters()]
         with pytest.MonkeyPatch.context() as patch:
             if mesh.get_rank() == 1:
-                patch.setattr(gradient_reduction.accelerator, "record_event", _event_of_a_hung_sum)
+                patch.setattr(accelerator, "record_event", _event_of_a_hung_sum)
             with pytest.raises(DistributedError) as caught:
                 pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
         assert all(map(torch.equal, before, [p.grad for p in pipe.parameters()]))
