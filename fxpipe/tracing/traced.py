@@ -105,6 +105,7 @@ class RecordingOptions:
     records_hooks: bool = False  # hooks that are methods of modules are recorded like lines of forward
     draws_for_python: bool = False  # torch draws the numbers that forward draws with Python or numpy
     may_overwrite: bool = False  # forward may overwrite attributes that it has not read
+    reads_sequences: bool = False  # forward reads lists and tuples inside results of modules kept whole
 
 
 PLAIN_RECORDING = RecordingOptions()

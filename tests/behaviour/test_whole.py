@@ -770,6 +770,63 @@ def test_an_output_that_is_no_tensor_may_not_change(name):
         pipe(x())
 
 
+class LayerDrop(Layered, one=6, two=6, three=6):
+    """Skips layers by chance; the result has a tuple of what each layer that ran has made."""
+
+    probability = 0.5
+
+    def forward(self, x):
+        states = []
+        for layer in (self.one, self.two, self.three):
+            if not self.training or random.random() >= self.probability:
+                x = layer(x).tanh()
+                states.append(x)
+        return {"last": x, "states": tuple(states)}
+
+
+class Reads(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.first, self.inner, self.read = nn.Linear(6, 6), LayerDrop(), read
+
+    def forward(self, x):
+        result = self.inner(self.first(x))
+        return self.read(result["last"], result["states"])
+
+
+def test_a_tuple_that_nobody_reads_may_have_another_length_in_each_call():
+    model = Reads(lambda last, states: last * 2 if states is not None else last)
+    plain = copy.deepcopy(model)
+    with pipe_of(model, chunks=2, example_args=(x(),)) as pipe:
+        for seed in range(4):
+            random.seed(seed)
+            assert fxpipe.verify(pipe, x())
+        assert_step(pipe.eval(), plain.eval(), x())
+
+
+READERS = {
+    "length": lambda last, states: last * len(states),
+    "sum": lambda last, states: sum(states, last),
+    "last": lambda last, states: states[-1],
+    "returned": lambda last, states: (last, states),
+    "given on": lambda last, states: torch.stack(states).sum(0),
+    "truth": lambda last, states: last if states else -last,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_tuple_that_forward_reads_keeps_its_length(name):
+    model = Reads(READERS[name])
+    model.inner.probability = 0.0
+    with pipe_of(model, chunks=2, example_args=(x(),)) as pipe:
+        assert fxpipe.verify(pipe, x())
+    model.inner.probability = 0.5
+    with pytest.raises((StateError, TraceError), match="another kind of output"):
+        for _ in range(20):
+            with pipe_of(model, chunks=2, example_args=(x(),)) as pipe:
+                pipe(x())
+
+
 @pytest.mark.anywhere
 def test_what_a_module_kept_whole_raises_is_its_own():
     class Odd(Exception):

@@ -42,6 +42,7 @@ from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import hidden_tensors, storage_of, tensors_in
 from fxpipe.utils.locks import call_in_forked_child
+from fxpipe.utils.python_objects import NotKept
 from fxpipe.utils.pytree import StructureError, flatten_dataclasses, leaves_by_structure
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,6 +63,17 @@ class OpaqueStateError(Exception):
     def __init__(self, what: str, remedy: str = "keep what forward changes in a buffer (register_buffer)"):
         super().__init__(what)
         self.remedy = remedy
+
+
+# Takes the place of lists and tuples inside the result of a module kept whole: what nobody reads may have any length.
+UNREAD_SEQUENCE = NotKept("sequence")
+
+
+def _without_sequences(result: Any) -> Any:
+    def is_sequence(value: Any) -> bool:
+        return value is not result and type(value) in (list, tuple)
+
+    return pytree.tree_map(lambda x: UNREAD_SEQUENCE if is_sequence(x) else x, result, is_leaf=is_sequence)
 
 
 def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -320,7 +332,7 @@ def _is_as_before(now: Any, before: Any) -> bool:
         return before is torch.Tensor
     if type(now) is not type(before):
         return False
-    if getattr(type(now), "__eq__", None) is object.__eq__:
+    if isinstance(now, NotKept) or getattr(type(now), "__eq__", None) is object.__eq__:
         return True
     same: Any = now == before
     return bool(same.all()) if hasattr(same, "all") else bool(same) or now is before or (now != now) is True
@@ -390,13 +402,16 @@ def call_leaf_module(
         for inner in module.modules():
             _note_attributes(recorder, inner)
         with recorder.pause():
-            run = replica_of(recorder.model, module, tuple(slots))
+            run = whole = replica_of(recorder.model, module, tuple(slots))
+        if not recorder.options.reads_sequences:
+            run = lambda *arguments: _without_sequences(whole(*arguments))  # noqa: E731
         result, node = call_opaque(
             recorder, run, type(module).__name__, list(slots.values()), args, kwargs, final=asked
         )
     finally:
         recorder.stack.pop()
     update_info(node, opaque=replace(opaque_call_of(node), module=path, why=recorder.whole[path]))
+    recorder.hides_sequences |= any(leaf is UNREAD_SEQUENCE for leaf in pytree.tree_leaves(result))
     return result
 
 

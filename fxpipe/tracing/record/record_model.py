@@ -32,6 +32,7 @@ from fxpipe.tracing.record.input_containers import (
     line_of_change,
 )
 from fxpipe.tracing.record.module_hooks import forward_of
+from fxpipe.tracing.record.opaque_call import UNREAD_SEQUENCE
 from fxpipe.tracing.record.patches import compile_mode, patch_for_recording
 from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS
 from fxpipe.tracing.record.recorder import Recorder
@@ -121,7 +122,9 @@ def record(
                 has_hooks |= recorder.has_hooks
                 return result
             except TraceError:
-                if "" in recorder.random.python_modules and not (run or options.draws_for_python):
+                if recorder.hides_sequences:
+                    options = replace(options, reads_sequences=True)
+                elif "" in recorder.random.python_modules and not (run or options.draws_for_python):
                     options = replace(options, draws_for_python=True)
                 elif recorder.uses_unknown and recorder.has_hooks and not options.records_hooks:
                     options = replace(options, records_hooks=True)  # a hook may have made the tensor
@@ -129,9 +132,12 @@ def record(
                     raise
                 return attempt()
             except Exception:
-                if not recorder.sizes.was_refused_as_key:
+                if recorder.hides_sequences:
+                    options = replace(options, reads_sequences=True)
+                elif recorder.sizes.was_refused_as_key:
+                    options = replace(options, hashes_sizes=True)
+                else:
                     raise
-            options = replace(options, hashes_sizes=True)
             return attempt()
 
         traced, constants = attempt()
@@ -310,7 +316,10 @@ def _refuse_refilled(snapshot: Snapshot, recorder: Recorder) -> None:
 
 def _flat_output(recorder: Recorder, result: Any) -> tuple[list[Any], pytree.TreeSpec]:
     try:
-        return flatten_output(result, lambda item: _is_recorded(recorder, item))
+        leaves, spec = flatten_output(result, lambda item: _is_recorded(recorder, item))
+        if any(leaf is UNREAD_SEQUENCE for leaf in leaves):
+            raise TraceError("the model returns a list or a tuple from inside the result of a module kept whole")
+        return leaves, spec
     except ArgumentError as error:
         raise TraceError(f"the model returns what cannot be an output of a graph: {error}") from error
 

@@ -198,6 +198,7 @@ class Recorder(TorchFunctionMode):
         # True if forward has read which tensors require grad, or may write to those that do not.
         self.asks_for_gradients = not all(map(is_fixed, model.parameters()))
         self.has_hooks = self.uses_unknown = False  # True if a hook ran as a node; if forward used an unknown tensor
+        self.hides_sequences = False  # True if lists or tuples of modules kept whole are hidden from forward
         self.writes_frozen = False  # True if forward writes to a frozen parameter, which only another recording can do
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that are not attributes of a module
         self.unknown_tensors: list[
