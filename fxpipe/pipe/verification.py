@@ -38,7 +38,13 @@ from fxpipe.runtime.engine import scatter_target
 from fxpipe.runtime.losses import check_reduction, checked_loss, refuse_inputs_by_name
 from fxpipe.runtime.step_inputs import scatter
 from fxpipe.tracing.forward_rng import DrawStream, is_draw_of_numbers
-from fxpipe.tracing.model_state import model_on, preserve_state, without_gradients
+from fxpipe.tracing.model_state import (
+    model_on,
+    preserve_state,
+    python_rng_state,
+    same_python_rng_state,
+    without_gradients,
+)
 from fxpipe.tracing.node_arguments import named_arguments
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced
@@ -62,6 +68,8 @@ class Name(NamedTuple):
 
 
 Values = dict[Name, Any]
+# By path of a module and name of its method: the calls of other modules after which it is one random node.
+_Opaque = Mapping[tuple[str, str], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +201,7 @@ def verify(
         shares,
         unit=max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0),
         input_names=tuple(leaf.path for leaf in traced.leaves),
-        opaque={call.path: call.calls_before or () for call in opaque_calls if call.module is not None},
+        opaque={(c.module, c.method): c.calls_before or () for c in opaque_calls if c.module is not None},
         draws_from_stream=traced.draws_from_stream,
     )
     try:
@@ -252,7 +260,7 @@ class _Step:
     shares: Sequence[float]  # by micro-batch
     unit: float  # unit of rounding: the largest eps of the dtypes in the graph
     input_names: tuple[str, ...]
-    opaque: Mapping[str, Sequence[str]]  # modules that are one random node, after these calls of other modules
+    opaque: _Opaque
     draws_from_stream: tuple[bool, ...]  # for each draw of numbers, whether it decides for the step, as in layer drop
     loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(
         default_factory=dict
@@ -422,17 +430,20 @@ class _SeededDraws(TorchFunctionMode):
             if python_rng:
                 stack.enter_context(seeded_python_rng(seed))
             torch.manual_seed(seed)
+            of_python = python_rng_state() if python_rng else None
             seeded, self.is_inside = [g.get_state() for g in self.generators], True
             try:
                 yield
             finally:
                 self.is_inside = False
-                states = [g.get_state() for g in self.generators]
-                self.ordinal += not all(map(torch.equal, seeded, states))
+                is_same = all(map(torch.equal, seeded, [g.get_state() for g in self.generators]))
+                if of_python is not None:
+                    is_same &= same_python_rng_state(of_python, python_rng_state())
+                self.ordinal += not is_same
 
     @contextmanager
-    def as_one_node(self, model: nn.Module, opaque: Mapping[str, Sequence[str]]) -> Iterator[None]:
-        """A block in which what these modules run after their calls of the named modules is one random node."""
+    def as_one_node(self, model: nn.Module, opaque: _Opaque) -> Iterator[None]:
+        """A block in which what these methods run after their calls of the named modules is one random node."""
 
         def call(
             module: nn.Module, names: Sequence[str], forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -453,18 +464,15 @@ class _SeededDraws(TorchFunctionMode):
                     node.enter_context(self.one_node(python_rng=True))
                 return forward(*args, **kwargs)
 
-        modules = [model.get_submodule(path) for path in opaque]
-        before = [vars(module).get("forward") for module in modules]
-        for module, names in zip(modules, opaque.values(), strict=True):
-            module.forward = partial(call, module, names, module.forward)
+        places = [(model.get_submodule(path), method) for path, method in opaque]
+        before = [vars(module).get(method) for module, method in places]
+        for (module, method), names in zip(places, opaque.values(), strict=True):
+            setattr(module, method, partial(call, module, names, getattr(module, method)))
         try:
             yield
         finally:
-            for module, forward in zip(modules, before, strict=True):
-                if forward is None:
-                    del module.forward
-                else:
-                    module.forward = forward
+            for (module, method), own in zip(places, before, strict=True):
+                delattr(module, method) if own is None else setattr(module, method, own)
 
 
 @contextmanager

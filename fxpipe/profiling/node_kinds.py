@@ -125,8 +125,9 @@ def _module_kind(traced: Traced, node: fx.Node) -> Hashable:
     """Returns the classes and settings of an opaque module and its submodules, and its constant arguments."""
     call = opaque_call_of(node)
     constants = tuple((place, _frozen(value)) for place, value in call.constants.items())
-    modules = traced.model.get_submodule(call.path).named_modules()
-    return repr(call.arguments), constants, tuple((path, type(m), m.training, _settings(m)) for path, m in modules)
+    modules = traced.model.get_submodule(call.module or "").named_modules()
+    settings = tuple((path, type(m), m.training, _settings(m)) for path, m in modules)
+    return repr(call.arguments), call.method, constants, settings
 
 
 def _settings(module: nn.Module) -> Hashable:

@@ -59,11 +59,12 @@ class ValueRead:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueCall:
-    """Python that a node runs unchanged: a module kept whole, a forward after some call, a hook, a leaf function."""
+    """Python that a node runs unchanged: a module or a method kept whole, a forward after some call, a hook, a leaf."""
 
     constants: Mapping[int, Any]  # arguments that are not values of the graph, by index among the leaves
     arguments: pytree.TreeSpec  # the structure of (args, kwargs)
     module: str | None = None  # the path of the module; None: a function
+    method: str = "forward"  # the method of the module that is kept whole
     why: str = ""  # the reason why the module is kept whole
     calls_before: tuple[str, ...] | None = None  # calls before a graph break; None: all of forward runs here
     recorded_calls: int = 0  # the number of these calls before any opaque part of this forward
@@ -72,8 +73,9 @@ class OpaqueCall:
 
     @property
     def path(self) -> str:
-        """The path of the module that is kept whole; "" for a function."""
-        return self.module or ""
+        """The path of the module or method that is kept whole; "" for a function."""
+        path = self.module or ""
+        return path if self.method == "forward" else f"{path}.{self.method}".removeprefix(".")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from fxpipe.tracing.guards import expectations_of, refuse_unguardable
 from fxpipe.tracing.imported_graph import trace_by_function
 from fxpipe.tracing.record.batch_numbers import record_with_batch_numbers
 from fxpipe.tracing.record.cut_marker import refuse_missed_marks
-from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON
+from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, methods_to_keep
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.size_recorder import Disguise
 from fxpipe.tracing.record.small_batch import record_small_batch
@@ -216,6 +216,10 @@ def _options_after(
         options = replace(options, in_compile_mode=False)  # no help
     whole, graph_breaks = options.whole, options.graph_breaks
     modules = problem.modules - whole.keys() if isinstance(problem, CannotRecord) else frozenset[str]()
+    large = [path for path in modules if _share_of(model, path) > LARGE_NODE_SHARE]
+    methods = [name for path in large for name in methods_to_keep(model.get_submodule(path), path)]
+    if not whole.keys() >= {*methods}:
+        return replace(options, whole={**whole, **dict.fromkeys(methods, str(problem))})
     behind = _graph_breaks_for(model, problem, modules, graph_breaks)
     if behind:
         return replace(options, graph_breaks={**graph_breaks, **behind})
@@ -258,8 +262,13 @@ def _graph_breaks_for(
     where = GraphBreak(error.calls[path], str(error), may_split=not path)
     if not path:
         return {path: where}  # keeping the model whole would leave nothing to cut
+    return {path: where} if where.calls and _share_of(model, path) > LARGE_NODE_SHARE else {}
+
+
+def _share_of(model: nn.Module, path: str) -> float:
+    """Returns the share of the parameters that a module has."""
     own, all_of = (sum(p.numel() for p in m.parameters()) for m in (model.get_submodule(path), model))
-    return {path: where} if where.calls and own > LARGE_NODE_SHARE * all_of else {}
+    return own / max(all_of, 1)
 
 
 def _modules_of_same_class(model: nn.Module, paths: frozenset[str]) -> list[str]:

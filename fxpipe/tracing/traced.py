@@ -212,14 +212,15 @@ class Traced:
 
     @property
     def whole(self) -> dict[str, str]:
-        """Paths of the modules that are one node, with the reason."""
+        """Paths of the modules and methods that are one node, with the reason."""
         calls = (info(n).opaque for n in self.graph.nodes)
-        return {call.module: call.why for call in calls if call is not None and call.module is not None}
+        return {call.path: call.why for call in calls if call is not None and call.module is not None}
 
     @property
     def opaque_names(self) -> dict[str, str]:
         """Readable names of the opaque modules (for a graph break, with the call before it), with the reason."""
-        first = {info(n).opaque_module: n for n in reversed(self.graph.nodes) if info(n).opaque_module is not None}
+        nodes = [n for n in self.graph.nodes if info(n).opaque_module is not None]
+        first = {opaque_call_of(n).path: n for n in reversed(nodes)}
         return {opaque_name(n): opaque_call_of(n).why for n in reversed(first.values())}
 
     @property
@@ -229,7 +230,7 @@ class Traced:
         total = max(sum(numbers.values()), 1)
         shares: dict[str, float] = {}
         for node in self.graph.nodes:
-            if path := info(node).opaque_module:
+            if info(node).opaque_module and (path := opaque_call_of(node).path):
                 inside = sum(numbers.get(str(n.target), 0) for n in node.all_input_nodes if n.op == "get_attr")
                 shares[path] = max(shares.get(path, 0.0), inside / total)
         return shares
@@ -478,7 +479,7 @@ def opaque_name(node: fx.Node) -> str:
     call = opaque_call_of(node)
     path, calls = call.module, call.calls_before
     if calls is None:
-        return f"module {path!r}"
+        return f"{'module' if call.method == 'forward' else 'method'} {call.path!r}"
     place = f" behind its call of {calls[-1]!r}" if calls else ""
     return f"forward of {f'module {path!r}' if path else 'the model'}{place}"
 

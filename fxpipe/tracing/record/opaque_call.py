@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
+import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -395,24 +398,106 @@ LEAF_MODULE_REASON = "asked for by leaf_modules"
 def call_leaf_module(
     recorder: Recorder, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    asked = recorder.whole[path] == LEAF_MODULE_REASON
     slots = {slot: tensor for slot, tensor in slots_of(module).items() if not _is_made_anew(slot, tensor)}
     recorder.stack.append(RunningModule.now(path, module))
     try:
         for inner in module.modules():
             _note_attributes(recorder, inner)
         with recorder.pause():
-            run = whole = replica_of(recorder.model, module, tuple(slots))
-        if not recorder.options.reads_sequences:
-            run = lambda *arguments: _without_sequences(whole(*arguments))  # noqa: E731
-        result, node = call_opaque(
-            recorder, run, type(module).__name__, list(slots.values()), args, kwargs, final=asked
-        )
+            run = replica_of(recorder.model, module, tuple(slots))
+        result, node = _call_whole(recorder, run, type(module).__name__, slots, recorder.whole[path], args, kwargs)
     finally:
         recorder.stack.pop()
     update_info(node, opaque=replace(opaque_call_of(node), module=path, why=recorder.whole[path]))
-    recorder.hides_sequences |= any(leaf is UNREAD_SEQUENCE for leaf in pytree.tree_leaves(result))
     return result
+
+
+def _call_whole(
+    recorder: Recorder,
+    run: OpaqueRun,
+    name: str,
+    slots: Mapping[Slot, torch.Tensor],
+    why: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, fx.Node]:
+    def without_sequences(*arguments: Any) -> Any:
+        return _without_sequences(run(*arguments))
+
+    function = run if recorder.options.reads_sequences else without_sequences
+    tensors = list(slots.values())
+    result, node = call_opaque(recorder, function, name, tensors, args, kwargs, final=why == LEAF_MODULE_REASON)
+    recorder.hides_sequences |= any(leaf is UNREAD_SEQUENCE for leaf in pytree.tree_leaves(result))
+    return result, node
+
+
+# -- methods kept whole ------------------------------------------------------------------------------------------------
+#
+# If a module that is most of the model has to be kept whole, the cause may be in one of its methods, such as the masks
+# of SpecAugment. Then its methods that use no modules inside are kept whole first.
+
+
+def methods_to_keep(module: nn.Module, path: str) -> list[str]:
+    """Returns the paths of the methods that forward of a module calls, and that use no modules inside it."""
+    names = _attributes_of_self(type(module).forward)
+    return [f"{path}.{name}".removeprefix(".") for name in names if _uses_no_module(module, name, frozenset())]
+
+
+def _uses_no_module(module: nn.Module, name: str, around: frozenset[str]) -> bool:
+    method = getattr(type(module), name, None)
+    if not isinstance(method, FunctionType) or name in vars(nn.Module) or name in vars(module):
+        return False
+    used, around = _attributes_of_self(method), around | {name}
+    methods = [other for other in used if isinstance(getattr(type(module), other, None), FunctionType)]
+    return not any(other in module._modules for other in used) and all(
+        other in around or _uses_no_module(module, other, around) for other in methods
+    )
+
+
+def _attributes_of_self(method: Callable[..., Any]) -> list[str]:
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    steps = itertools.pairwise(dis.get_instructions(code) if code is not None else ())
+    return [attribute.argval for owner, attribute in steps if _loads(code.co_varnames[:1], owner, attribute)]
+
+
+def _loads(owners: tuple[str, ...], owner: dis.Instruction, attribute: dis.Instruction) -> bool:
+    name = owner.argval[-1] if isinstance(owner.argval, tuple) else owner.argval  # some load two variables
+    return name in owners and attribute.opname in ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def whole_methods(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+    """Returns replacements of the methods that are kept whole: (class, name, function)."""
+    modules = {path: module for module in recorder.model.modules() if (path := recorder.paths[id(module)]) or True}
+    places = [path.rpartition(".") for path in recorder.whole if path not in modules]
+    return [
+        (type(modules[path]), name, _whole_method(recorder, getattr(type(modules[path]), name), name))
+        for path, _, name in places
+    ]
+
+
+def _whole_method(recorder: Recorder, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = recorder.paths.get(id(module))
+        own = f"{path}.{name}".removeprefix(".")
+        if active.recorder is not recorder or recorder.paused or own not in recorder.whole:
+            return method(module, *args, **kwargs)
+        slots = {slot: tensor for slot, tensor in slots_of(module).items() if not slot.path}
+        inside = [inner for inner, _ in module.named_children()]
+        try:
+            with recorder.pause():
+                run = replica_of(
+                    recorder.model, module, tuple(slots), lambda replica, a, k: method(replica, *a, **k), inside
+                )
+            label = f"{type(module).__name__}_{name}"
+            result, node = _call_whole(recorder, run, label, slots, recorder.whole[own], args, kwargs)
+        except CannotRecord:
+            raise
+        except Exception as error:  # it uses modules inside, after all
+            raise recorder.refuse(f"raises {error!r} in {own!r}, kept whole,", "keep the module whole") from error
+        update_info(node, opaque=replace(opaque_call_of(node), module=path, method=name, why=recorder.whole[own]))
+        return result
+
+    return call
 
 
 def _note_attributes(recorder: Recorder, module: nn.Module) -> None:

@@ -31,7 +31,7 @@ from fxpipe.tracing.forward_rng import python_draws
 from fxpipe.tracing.node_info import RandomDraws, update_info
 from fxpipe.tracing.record.graph_break import call_with_graph_break
 from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
-from fxpipe.tracing.record.opaque_call import active, call_function, call_hook, call_leaf_module
+from fxpipe.tracing.record.opaque_call import active, call_function, call_hook, call_leaf_module, whole_methods
 from fxpipe.tracing.record.recorded_sizes import unwrap_sizes
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.tensors import tensors_in
@@ -124,6 +124,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
     draws = python_draws(is_elsewhere, lambda number: number) if recorder.options.draws_for_python else []
     patches: list[tuple[Any, str, Any]] = [
         *draws,
+        *whole_methods(recorder),
         (builtins, "len", _length),
         (storage, "nbytes", told_of(storage.nbytes)),
         (storage, "__len__", told_of(storage.__len__)),

@@ -32,7 +32,7 @@ from fxpipe.tracing.record.input_containers import (
     line_of_change,
 )
 from fxpipe.tracing.record.module_hooks import forward_of
-from fxpipe.tracing.record.opaque_call import UNREAD_SEQUENCE
+from fxpipe.tracing.record.opaque_call import UNREAD_SEQUENCE, methods_to_keep
 from fxpipe.tracing.record.patches import compile_mode, patch_for_recording
 from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS
 from fxpipe.tracing.record.recorder import Recorder
@@ -111,7 +111,7 @@ def record(
     """
     refuse_model(model)
     with progress("recording", None) as step, compile_mode() if options.in_compile_mode else contextlib.nullcontext():
-        has_hooks = False
+        has_hooks, methods = False, {*methods_to_keep(model, "")}
 
         def attempt() -> tuple[Traced, list[_UnknownTensor]]:
             nonlocal options, has_hooks
@@ -126,6 +126,9 @@ def record(
                     options = replace(options, reads_sequences=True)
                 elif "" in recorder.random.python_modules and not (run or options.draws_for_python):
                     options = replace(options, draws_for_python=True)
+                elif "" in recorder.random.python_modules and not methods <= options.whole.keys():
+                    whole = dict.fromkeys(methods, "it draws Python's or numpy's random numbers")
+                    options = replace(options, draws_for_python=False, whole={**options.whole, **whole})
                 elif recorder.uses_unknown and recorder.has_hooks and not options.records_hooks:
                     options = replace(options, records_hooks=True)  # a hook may have made the tensor
                 elif not recorder.writes_frozen:
