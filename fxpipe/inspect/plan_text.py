@@ -253,12 +253,13 @@ def plan_lists(plan: PlanData) -> list[tuple[str, tuple[str, ...]]]:
     """Returns named lists: sizes, formulas of memory, tied parameters, opaque modules, tracing, guards."""
     memory = tuple(f"stage {stage.index}: {plan.memory(stage.index)}" for stage in plan.stages)
     opaque = tuple(f"{module.name}{_line_suffix(module.line)}: {module.why}" for module in plan.whole)
-    known = tuple(f"{name} is kept whole" for module in plan.whole for name in (f"module {module.name!r}", module.name))
+    names = (name for m in plan.whole for name in (f"module {m.name!r}", f"method {m.name!r}", m.name))
+    known = tuple(f"{name} is kept whole" for name in names)
     lists = (
         ("sizes that differ from batch to batch", tuple(map(_size_line, plan.sizes))),
         ("memory in bytes, with micro-batches of b samples", memory),
         ("tied parameters", tuple(map(_tied_line, plan.tied))),
-        ("modules kept whole, each one node", opaque),
+        ("modules and methods kept whole, each one node", opaque),
         ("how it was traced", tuple(why for why in plan.why if not why.startswith(known))),
         ("holds where (asked once for each mini-batch)", plan.guards),
     )

@@ -176,12 +176,12 @@ def tied_parameters(traced: Traced, program: Program) -> tuple[TiedParameter, ..
 
 
 def opaque_nodes(traced: Traced) -> tuple[OpaqueNode, ...]:
-    """Lists modules that are one node of the graph; if a module is called several times, its first call."""
+    """Lists modules and methods that are one node of the graph; if one is called several times, its first call."""
     opaque: dict[str, OpaqueNode] = {}
     for node in traced.nodes:
         call = info(node).opaque
         if call is not None and call.module is not None:
-            name = opaque_name(node) if info(node).is_graph_break else call.module
+            name = opaque_name(node) if info(node).is_graph_break else call.path
             opaque.setdefault(name, OpaqueNode(name, call.why, user_line_of(node)))
     return tuple(opaque.values())
 

@@ -3,7 +3,8 @@
 1. *Recording*: the model runs once, values that it reads become guards.
 2. Recording with the general code paths of libraries, if 1 failed.
 3. Recording with some modules kept whole: the innermost modules around the failure. If this is the model, or most of
-   it, recording goes as far as it can, and the rest of forward is one node (`graph_break`).
+   it, methods that use no modules inside are kept whole first; then recording goes as far as it can, and the rest of
+   forward is one node (`graph_break`).
 
 With a function (`tracer=`), its graph is the only candidate. If a graph fails one of the passes (`tracing_passes`), the
 next way is tried. Errors that no graph can avoid, and errors of the model itself, end the search immediately.
@@ -121,8 +122,8 @@ def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
     return tuple(
         f"module {path!r} is one node with {share:.0%} of the parameters: no cut divides it, so that one device does "
         f"most of the work. It is the innermost module around what has to be kept whole: {traced.whole[path]}. A small "
-        "module or an @fxpipe.leaf function around that alone would be kept whole in its place; or leave it out (in "
-        "models of transformers with SpecAugment: config.apply_spec_augment = False, and mask the inputs)"
+        "module, an @fxpipe.leaf function, or a method that uses no module inside, around that alone would be kept "
+        "whole in its place"
         for path, share in traced.opaque_shares.items()
         if share > LARGE_NODE_SHARE and traced.whole[path] != LEAF_MODULE_REASON
     )

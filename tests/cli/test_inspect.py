@@ -196,7 +196,7 @@ def test_table_says_what_is_tied_kept_whole_and_heaviest() -> None:
     text = plan_text(plan)
     assert "- wte.weight = head.weight, 2.0 MiB, in stages 0 and 2: the other copies it for each step" in text
     assert "- a = b, 8 B, in stage 1" in text
-    assert "modules kept whole, each one node\n- moe (net.py:9): it reads values" in text
+    assert "modules and methods kept whole, each one node\n- moe (net.py:9): it reads values" in text
     assert "how it was traced\n- recorded with general paths" in text  # and the reason of a module but once
     assert "heaviest node layer2_linear, 8.10 ms, 90 % of stage 2 (net.py:12): no cut makes" in text
     document = plan_document(plan)

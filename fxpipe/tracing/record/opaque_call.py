@@ -457,12 +457,12 @@ def _uses_no_module(module: nn.Module, name: str, around: frozenset[str]) -> boo
 def _attributes_of_self(method: Callable[..., Any]) -> list[str]:
     code = getattr(inspect.unwrap(method), "__code__", None)
     steps = itertools.pairwise(dis.get_instructions(code) if code is not None else ())
-    return [attribute.argval for owner, attribute in steps if _loads(code.co_varnames[:1], owner, attribute)]
+    return [after.argval for one, after in steps if _reads_self(one) and after.opname in ("LOAD_ATTR", "LOAD_METHOD")]
 
 
-def _loads(owners: tuple[str, ...], owner: dis.Instruction, attribute: dis.Instruction) -> bool:
-    name = owner.argval[-1] if isinstance(owner.argval, tuple) else owner.argval  # some load two variables
-    return name in owners and attribute.opname in ("LOAD_ATTR", "LOAD_METHOD")
+def _reads_self(step: dis.Instruction) -> bool:
+    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # some steps load two variables
+    return step.opname.startswith("LOAD_FAST") and names[-1] == "self"
 
 
 def whole_methods(recorder: Recorder) -> list[tuple[Any, str, Any]]:
