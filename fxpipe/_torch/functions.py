@@ -99,6 +99,8 @@ GRADIENT_ATTRIBUTES = frozenset("requires_grad is_leaf grad_fn".split())
 # Types compared by value, and further types that are arguments of a node unchanged.
 PLAIN_TYPES = (bool, int, float, complex, str)
 CONSTANT_TYPES = (type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Python's types, which torch takes as dtypes.
+DTYPES_OF_PYTHON = {int: torch.int64, float: torch.float64, bool: torch.bool, complex: torch.complex128}
 
 
 def leaves_no_node(name: str) -> bool:

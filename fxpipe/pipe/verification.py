@@ -69,7 +69,7 @@ class Name(NamedTuple):
 
 Values = dict[Name, Any]
 # By path of a module and name of its method: the calls of other modules after which it is one random node.
-_Opaque = Mapping[tuple[str, str], Sequence[str]]
+OpaqueMethods = Mapping[tuple[str, str], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,6 @@ def verify(
         calls = _micro_batches(traced, leaves, batch, count, calls[0].target)
         shares = [size / batch for size in samples_per_micro_batch(batch, count)]
     dtypes = {shape.dtype for node in traced.graph.nodes for shape in info(node).shapes}
-    opaque_calls = [call for node in traced.graph.nodes if (call := info(node).opaque) is not None]
     step = _Step(
         model,
         loss_fn,
@@ -201,7 +200,7 @@ def verify(
         shares,
         unit=max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0),
         input_names=tuple(leaf.path for leaf in traced.leaves),
-        opaque={(c.module, c.method): c.calls_before or () for c in opaque_calls if c.module is not None},
+        opaque=opaque_methods(traced),
         draws_from_stream=traced.draws_from_stream,
     )
     try:
@@ -210,6 +209,11 @@ def verify(
     finally:
         step.put_back()
     return Verification(compare(want, have, moved), reference)
+
+
+def opaque_methods(traced: Traced) -> OpaqueMethods:
+    calls = [call for node in traced.graph.nodes if (call := info(node).opaque) is not None]
+    return {(call.module, call.method): call.calls_before or () for call in calls if call.module is not None}
 
 
 def _why_micro_batches_differ(traced: Traced, bound: BoundProgram) -> str:
@@ -260,7 +264,7 @@ class _Step:
     shares: Sequence[float]  # by micro-batch
     unit: float  # unit of rounding: the largest eps of the dtypes in the graph
     input_names: tuple[str, ...]
-    opaque: _Opaque
+    opaque: OpaqueMethods
     draws_from_stream: tuple[bool, ...]  # for each draw of numbers, whether it decides for the step, as in layer drop
     loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(
         default_factory=dict
@@ -316,7 +320,7 @@ class _Step:
                     stack.enter_context(_moved_by_rounding([*model.parameters(), *inputs.values(), *of_loss], unit))
                     stack.enter_context(_gradients_moved_by_rounding(unit))
                 for i, call in enumerate(calls):
-                    draws = _SeededDraws(mix_seed(seed, i), device, DrawStream(seed), self.draws_from_stream)
+                    draws = SeededDraws(mix_seed(seed, i), device, DrawStream(seed), self.draws_from_stream)
                     with draws, draws.as_one_node(model, self.opaque):
                         output = model(*call.args, **call.kwargs)
                     loss, weight = weighted_sum(output), None
@@ -401,7 +405,7 @@ def weighted_sum(output: Any) -> torch.Tensor:
     return total
 
 
-class _SeededDraws(TorchFunctionMode):
+class SeededDraws(TorchFunctionMode):
     """Seeds each random function of the plain model as a pipe does in a micro-batch."""
 
     def __init__(self, seed: int, device: torch.device, stream: DrawStream, draws_from_stream: Sequence[bool]):
@@ -442,7 +446,7 @@ class _SeededDraws(TorchFunctionMode):
                 self.ordinal += not is_same
 
     @contextmanager
-    def as_one_node(self, model: nn.Module, opaque: _Opaque) -> Iterator[None]:
+    def as_one_node(self, model: nn.Module, opaque: OpaqueMethods) -> Iterator[None]:
         """A block in which what these methods run after their calls of the named modules is one random node."""
 
         def call(

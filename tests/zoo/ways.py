@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from helpers.devices import workers
-from helpers.oracle import Seeded, draw_seed
+from helpers.oracle import draw_seed
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.errors import FxpipeError, InternalError, StateError
+from fxpipe.pipe.verification import SeededDraws, opaque_methods
+from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.utils.random_generators import mix_seed
 from zoo.entry import SEED, Call, Entry
 from zoo.reference import (
@@ -22,7 +24,6 @@ from zoo.reference import (
     Comparison,
     Leaves,
     Step,
-    as_one_node,
     back,
     compare,
     direct_step,
@@ -71,13 +72,13 @@ def _handed_over(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
         torch.manual_seed(STEP_SEED)
         seed = draw_seed(True)
         plain = entry.build()[0].train(training)
-        first = pipe._fxpipe.first
-        whole = [path for path in first.traced.whole if path] if first is not None else []
+        traced = pipe._fxpipe.first.traced
         for i, (args, kwargs) in enumerate(batches):
-            with Seeded(mix_seed(seed, i)) as draws, as_one_node(plain, whole, draws):
+            draws = SeededDraws(mix_seed(seed, i), torch.device("cpu"), DrawStream(seed), traced.draws_from_stream)
+            with draws, draws.as_one_node(plain, opaque_methods(traced)):
                 (weighted(flat(plain(*args, **kwargs))) / len(batches)).backward()
-        torch.manual_seed(STEP_SEED)
         parts = [(args, kwargs, None) for args, kwargs in (entry.build(seed)[1] for seed in (SEED, SEED + 1))]
+        torch.manual_seed(STEP_SEED)
         pipe.forward_backward(micro_batches=parts, loss_fn=lambda outputs: weighted(flat(outputs)))
         model: Any = pipe
         comparison = compare(step_of(model, [], ((), {})), step_of(plain, [], ((), {})))

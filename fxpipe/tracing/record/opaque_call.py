@@ -439,40 +439,45 @@ def _call_whole(
 
 def methods_to_keep(module: nn.Module, path: str) -> list[str]:
     """Returns the paths of the methods that forward of a module calls, and that use no modules inside it."""
-    names = _attributes_of_self(type(module).forward)
-    return [f"{path}.{name}".removeprefix(".") for name in names if _uses_no_module(module, name, frozenset())]
+    kind, inside = type(module), {name for name, _ in module.named_children()}
+    names = [name for name in _attributes_of_self(kind.forward) if name not in {*vars(nn.Module), *vars(module)}]
+    whole = [name for name in names if _method(kind, name) and inside.isdisjoint(_attributes_used(kind, name))]
+    return [f"{path}.{name}".removeprefix(".") for name in sorted(whole)]
 
 
-def _uses_no_module(module: nn.Module, name: str, around: frozenset[str]) -> bool:
-    method = getattr(type(module), name, None)
-    if not isinstance(method, FunctionType) or name in vars(nn.Module) or name in vars(module):
-        return False
-    used, around = _attributes_of_self(method), around | {name}
-    methods = [other for other in used if isinstance(getattr(type(module), other, None), FunctionType)]
-    return not any(other in module._modules for other in used) and all(
-        other in around or _uses_no_module(module, other, around) for other in methods
-    )
+def _method(kind: type[nn.Module], name: str) -> Callable[..., Any] | None:
+    method = getattr(kind, name, None)
+    return method if isinstance(method, FunctionType) else None
 
 
-def _attributes_of_self(method: Callable[..., Any]) -> list[str]:
+def _attributes_used(kind: type[nn.Module], name: str) -> set[str]:
+    """Returns the attributes of `self` that a method uses, or one that it calls."""
+    seen, todo = {name}, [name]
+    while todo:
+        if (method := _method(kind, todo.pop())) is not None:
+            new = _attributes_of_self(method) - seen
+            seen |= new
+            todo += new
+    return seen
+
+
+def _attributes_of_self(method: Callable[..., Any]) -> set[str]:
     code = getattr(inspect.unwrap(method), "__code__", None)
     steps = itertools.pairwise(dis.get_instructions(code) if code is not None else ())
-    return [after.argval for one, after in steps if _reads_self(one) and after.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+    return {after.argval for one, after in steps if _is_self(one) and after.opname in ("LOAD_ATTR", "LOAD_METHOD")}
 
 
-def _reads_self(step: dis.Instruction) -> bool:
+def _is_self(step: dis.Instruction) -> bool:
     names = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # some steps load two variables
     return step.opname.startswith("LOAD_FAST") and names[-1] == "self"
 
 
 def whole_methods(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     """Returns replacements of the methods that are kept whole: (class, name, function)."""
-    modules = {path: module for module in recorder.model.modules() if (path := recorder.paths[id(module)]) or True}
-    places = [path.rpartition(".") for path in recorder.whole if path not in modules]
-    return [
-        (type(modules[path]), name, _whole_method(recorder, getattr(type(modules[path]), name), name))
-        for path, _, name in places
-    ]
+    modules = dict(recorder.model.named_modules())
+    places = [(type(modules[path]), name) for whole in recorder.whole for path, _, name in (whole.rpartition("."),)]
+    methods = [(kind, name, _method(kind, name)) for kind, name in places]
+    return [(kind, name, _whole_method(recorder, m, name)) for kind, name, m in methods if m is not None]
 
 
 def _whole_method(recorder: Recorder, method: Callable[..., Any], name: str) -> Callable[..., Any]:

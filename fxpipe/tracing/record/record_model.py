@@ -111,7 +111,7 @@ def record(
     """
     refuse_model(model)
     with progress("recording", None) as step, compile_mode() if options.in_compile_mode else contextlib.nullcontext():
-        has_hooks, methods = False, {*methods_to_keep(model, "")}
+        has_hooks = False
 
         def attempt() -> tuple[Traced, list[_UnknownTensor]]:
             nonlocal options, has_hooks
@@ -126,8 +126,10 @@ def record(
                     options = replace(options, reads_sequences=True)
                 elif "" in recorder.random.python_modules and not (run or options.draws_for_python):
                     options = replace(options, draws_for_python=True)
-                elif "" in recorder.random.python_modules and not methods <= options.whole.keys():
-                    whole = dict.fromkeys(methods, "it draws Python's or numpy's random numbers")
+                elif "" in recorder.random.python_modules and (
+                    own := {*methods_to_keep(model, "")} - options.whole.keys()
+                ):
+                    whole = dict.fromkeys(own, "it draws Python's or numpy's random numbers")
                     options = replace(options, draws_for_python=False, whole={**options.whole, **whole})
                 elif recorder.uses_unknown and recorder.has_hooks and not options.records_hooks:
                     options = replace(options, records_hooks=True)  # a hook may have made the tensor

@@ -30,6 +30,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import version_of
 from fxpipe._torch.functions import (
     CONSTANT_TYPES,
+    DTYPES_OF_PYTHON,
     GRADIENT_ATTRIBUTES,
     LAYOUT_QUESTIONS,
     PLAIN_TYPES,
@@ -322,6 +323,8 @@ class Recorder(TorchFunctionMode):
             return value.node if value.recorder is self.sizes else value.value
         if isinstance(value, CONSTANT_TYPES):
             return value
+        if isinstance(value, type) and value in DTYPES_OF_PYTHON:
+            return DTYPES_OF_PYTHON[value]
         for kind in PLAIN_TYPES:  # converts subclasses: numpy.float64, enumerations
             if isinstance(value, kind):
                 return value if type(value) is kind else kind.__call__(value)

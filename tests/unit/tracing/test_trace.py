@@ -67,6 +67,9 @@ TABLE: dict[str, Any] = {
     "einsum": lambda m, x: torch.einsum("bi,ij->bj", x, m.lin.weight),
     "fft": lambda m, x: torch.fft.irfft(torch.fft.rfft(m.lin(x)), n=6),
     "casts": lambda m, x: m.lin(x).double().to(x.device, torch.float32).type(x.type()).type_as(x).cpu(),
+    "dtypes of Python": lambda m, x: (
+        m.lin(x) + torch.ones(6, dtype=int).to(bool).to(dtype=complex).real.to(float).mean()
+    ),
     "constants": lambda m, x: m.lin(x) + torch.tensor([1.0, 2, 3, 4, 5, 6]) + torch.eye(6)[0],
     "value of a constant": lambda m, x: m.lin(x) * torch.arange(3).sum().item(),
     "numpy scalars": lambda m, x: m.lin(x) * np.float32(2) + np.sqrt(x.shape[1]) + np.int64(3),
