@@ -7,6 +7,7 @@ model has none) and buffers are. A number may differ by 1e-4 of the largest in i
 beside the others of its kind (a gradient that is zero but for rounding), by 1e-6 of the largest of all.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,26 @@ def plain_step(entry: Entry, *, training: bool, gradients: bool = True) -> Step:
         if gradients:
             back(outputs)
     return step_of(model, outputs, inputs)
+
+
+@contextlib.contextmanager
+def as_one_node(model: nn.Module, paths: Sequence[str], mode: Seeded) -> Iterator[None]:
+    modules = [model.get_submodule(path) for path in paths]
+
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with mode.one():
+                return forward(*args, **kwargs)
+
+        return call
+
+    for module in modules:
+        module.forward = wrapped(module.forward)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
 
 
 def direct_step(model: nn.Module, run: Callable[..., Any], inputs: Call) -> Step:
