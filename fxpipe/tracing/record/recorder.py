@@ -558,6 +558,8 @@ class Recorder(TorchFunctionMode):
             return None
         if name == "__set__" and attribute == "_backward_hooks" and args[1] is None:
             return func(*args)  # called by C++ for tensors that an autograd.Function has written to
+        if name == "__set__" and attribute == "data" and args[1] is args[0]:
+            return None  # `module.to(x.dtype)` that changes nothing
         if name == "__set__" and attribute == "data" and _is_frozen(args[0]) and args[0].shape == args[1].shape:
             with torch.no_grad():
                 value = self.__torch_function__(torch.Tensor.detach, (), args[1:])

@@ -70,6 +70,7 @@ TABLE: dict[str, Any] = {
     "dtypes of Python": lambda m, x: (
         m.lin(x) + torch.ones(6, dtype=int).to(bool).to(dtype=complex).real.to(float).mean()
     ),
+    "a module moved to where it is": lambda m, x: m.lin.to(x.device, x.dtype).float()(x),
     "constants": lambda m, x: m.lin(x) + torch.tensor([1.0, 2, 3, 4, 5, 6]) + torch.eye(6)[0],
     "value of a constant": lambda m, x: m.lin(x) * torch.arange(3).sum().item(),
     "numpy scalars": lambda m, x: m.lin(x) * np.float32(2) + np.sqrt(x.shape[1]) + np.int64(3),
