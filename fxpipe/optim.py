@@ -25,7 +25,7 @@ from fxpipe.runtime.losses import are_bitwise_equal
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.tracing.source_lines import warn_user
 from fxpipe.utils import accelerator
-from fxpipe.utils.equality import equal_values
+from fxpipe.utils.python_objects import equal_values
 from fxpipe.utils.units import with_article
 
 __all__ = ["StageOptimizer"]
@@ -338,8 +338,7 @@ def _check_pipe(pipe: Any) -> None:
             f"pipe is {with_article(pipe)}; expected what fxpipe.pipeline(model, ...) returns. A model without a "
             "pipe has no stages: use the optimizer itself"
         )
-    if pipe._fxpipe.closed:
-        raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+    pipe._fxpipe.check_open()
 
 
 def _checked_class(optimizer_class: Any) -> type[torch.optim.Optimizer]:

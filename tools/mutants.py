@@ -1240,13 +1240,13 @@ TRACING = (
         "unit/tracing/verify/test_effects.py::test_what_is_returned_is_alive_behind_the_last_node",
     ),
     Mutant(
-        "utils/equality.py",
+        "utils/python_objects.py",
         " or ((left != left) is True and (right != right) is True):",
         ":",
         "unit/utils/test_equality.py::test_answers_are_of_one_kind_and_nan_is_itself",
     ),
     Mutant(
-        "utils/equality.py",
+        "utils/python_objects.py",
         " and repr(left) == repr(right)",
         "",
         "attacks/test_inputs.py::test_minus_zero_is_another_number",
@@ -1270,7 +1270,7 @@ TRACING = (
         "attacks/test_seeded_forward.py::test_a_forward_that_seeds_is_refused_with_its_line",
     ),
     Mutant(
-        "utils/equality.py",
+        "utils/python_objects.py",
         "type(left) is not type(right) or ",
         "",
         "unit/utils/test_equality.py::test_answers_are_of_one_kind_and_nan_is_itself",

@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fxpipe._torch.function_modes import without_torch_function
+from fxpipe._torch.modes import without_torch_function
 from fxpipe._torch.versions import missing_name, optional_name, require_attributes, required_names
 from fxpipe.errors import InternalError, StateError
 

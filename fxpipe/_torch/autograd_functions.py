@@ -1,4 +1,4 @@
-"""Interception of all applications of an `autograd.Function` in a block.
+"""Interception of all applications of an `autograd.Function`, and of all calls of vmap, in a block.
 
     tri = Tri.apply            # bound before the block
     tri(x)
@@ -10,12 +10,17 @@ Replacing only the attribute `apply` would miss this call. So:
   code then reads attributes of the class, in this order: `_backward_cls`, which creates the context, `setup_context`,
   and `forward`, with gradients disabled. The metaclass reports these reads (`ApplicationObserver`); in all versions
   this also covers direct calls of the C function.
+
+Detection of a transform of `torch.func` is required, and unchanged from torch 2.11 to 2.14. `apis.vmap_impl`, through
+which every vmap passes, is optional: without it a model is refused at its first function inside vmap, or becomes opaque
+there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, Protocol
@@ -24,7 +29,12 @@ import torch
 from torch.autograd.function import BackwardCFunction, FunctionMeta
 
 from fxpipe._torch.thread_state import ThreadState
+from fxpipe._torch.versions import optional_name, required_names
 
+with required_names():
+    _peek_interpreter_stack: Any = torch._C._functorch.peek_interpreter_stack
+
+PREDISPATCH_MODULE = "torch._functorch.predispatch"  # functions that represent transforms in graphs of export
 FunctionClass = type[torch.autograd.Function]
 Apply = Callable[..., Any]  # (function, *args, **kwargs) -> what torch's own `apply` returns
 ApplyHandler = Callable[[Apply, FunctionClass, tuple[Any, ...], dict[str, Any]], Any]
@@ -168,3 +178,32 @@ def watch_saved_tensors(note: Callable[[Iterable[torch.Tensor]], object]) -> Ite
             BackwardCFunction.saved_tensors = own
         else:
             del BackwardCFunction.saved_tensors
+
+
+# -- Transforms of torch.func ------------------------------------------------------------------------------------------
+
+
+def is_in_functorch_transform() -> bool:
+    return _peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def intercept_vmap(call: Callable[..., Any]) -> Iterator[None]:
+    """A block in which each call of vmap, in all threads, runs `call(vmap, function, *arguments, **kwargs)`.
+
+    `vmap` is torch's implementation. It takes the function, four settings of vmap, and the arguments of the function.
+    """
+    plain = optional_name("torch._functorch.apis", "vmap_impl")
+    if plain is None:
+        yield
+        return
+    apis: Any = sys.modules["torch._functorch.apis"]
+
+    def vmap(function: Any, *settings_and_args: Any, **kwargs: Any) -> Any:
+        return call(plain, function, *settings_and_args, **kwargs)
+
+    apis.vmap_impl = vmap
+    try:
+        yield
+    finally:
+        apis.vmap_impl = plain

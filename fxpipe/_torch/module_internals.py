@@ -1,7 +1,9 @@
 """The dicts in which an `nn.Module` stores its tensors, children and hooks.
 
 Required, and unchanged from torch 2.11 to 2.14. The public methods of `nn.Module` fill these dicts, but do not read
-them fast enough for each step, nor in the order in which hooks run.
+them fast enough for each step, nor in the order in which hooks run. Optional: `DistributedDataParallel` stores the
+module whose forward runs, for torch's compiler. Without it, a step that computes gradients there, before the reducer
+expects them, is not detected.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.module_tracker import ModuleTracker
 
-from fxpipe._torch.versions import require_attributes
+from fxpipe._torch.versions import optional_name, require_attributes
 
 MODULE_DICT_KEYS = frozenset(nn.Module().__dict__)  # attributes of every module
 STORE_NAMES = ("_parameters", "_buffers", "_modules")  # its tensors and its children
@@ -42,6 +45,7 @@ require_attributes(
     *CALL_NAMES,
 )
 require_attributes(torch_module, *GLOBAL_HOOK_STORE_NAMES)
+_knows_ddp_forward = optional_name("torch.nn.parallel", "DistributedDataParallel._inside_ddp_forward") is not None
 _GLOBAL_HOOK_STORES = [getattr(torch_module, name) for name in GLOBAL_HOOK_STORE_NAMES]
 
 
@@ -108,6 +112,11 @@ def is_compiled_module(module: nn.Module) -> bool:
 def original_module(module: nn.Module) -> nn.Module:
     """Returns the module; for a compiled module the module that it was made from."""
     return module._modules["_orig_mod"] or module if is_compiled_module(module) else module
+
+
+def is_in_data_parallel_forward() -> bool:
+    """Returns True if forward of a `DistributedDataParallel` runs; False if unknown."""
+    return _knows_ddp_forward and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 # -- Flags and hooks, read in every step -----------------------------------------------------------------------------

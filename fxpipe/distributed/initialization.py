@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_in_place
 
-from fxpipe._torch.dispatch_modes import TorchDispatchMode
+from fxpipe._torch.modes import TorchDispatchMode
 from fxpipe._torch.module_internals import reset_method_of, tensor_stores, with_metadata
 from fxpipe._torch.operators import schema_of
 from fxpipe._torch.tensor_data import replace_data

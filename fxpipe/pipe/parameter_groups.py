@@ -18,13 +18,11 @@ import torch
 from torch import nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.utils.equality import equal_values
-from fxpipe.utils.units import with_article
+from fxpipe.utils.python_objects import equal_values
+from fxpipe.utils.units import names_text, with_article
 
 GroupFunction: TypeAlias = Callable[[str, nn.Parameter], "Mapping[str, Any] | None"]
 ParameterGroups: TypeAlias = "Iterable[Any] | GroupFunction | None"
-
-MAX_SHOWN_NAMES = 5
 
 
 class NamedParameters:
@@ -65,7 +63,7 @@ def make_parameter_groups(asked: ParameterGroups, named: NamedParameters) -> lis
     chosen, others = _choose_by_name(patterns, named)
     if others:
         raise ArgumentError(
-            f"param_groups leave out {_shown(others)}: add {{'params': '*'}} as the last group for the rest; or to "
+            f"param_groups leave out {names_text(others)}: add {{'params': '*'}} as the last group for the rest; or to "
             "leave them untrained, give tensors, or a function that returns None for them"
         )
     for k, parameters in enumerate(chosen):
@@ -136,7 +134,9 @@ def _choose_by_name(
     names = [name for of_one in named.names.values() for name in of_one]
     for pattern in (pattern for of_group in patterns for pattern in of_group):
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise ArgumentError(f"param_groups: no parameter has a name like {pattern!r}; there are {_shown(names)}")
+            raise ArgumentError(
+                f"param_groups: no parameter has a name like {pattern!r}; there are {names_text(names)}"
+            )
 
     def group_of(name: str, parameter: nn.Parameter) -> str | None:
         matching = (k for k, of_group in enumerate(patterns) if any(fnmatch.fnmatchcase(name, one) for one in of_group))
@@ -186,8 +186,3 @@ def _groups_of_function(function: GroupFunction, named: NamedParameters) -> list
     if not groups:
         raise ArgumentError("param_groups returns None for every parameter, which leaves nothing to train")
     return [{"params": members, **options} for options, members in groups]
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = len(names) - MAX_SHOWN_NAMES
-    return ", ".join(map(repr, names[:MAX_SHOWN_NAMES])) + (f" and {more} more" if more > 0 else "")

@@ -12,8 +12,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import nn
 
-from fxpipe._torch.data_parallel import is_in_data_parallel_forward
-from fxpipe._torch.module_internals import STORE_NAMES
+from fxpipe._torch.module_internals import STORE_NAMES, is_in_data_parallel_forward
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up

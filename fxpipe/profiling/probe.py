@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.dispatch_modes import TorchDispatchMode
 from fxpipe._torch.error_messages import has_no_way_back
 from fxpipe._torch.fake_tensor_mode import FakeTensor
-from fxpipe._torch.storages import StorageNumbers, storages_of
+from fxpipe._torch.modes import TorchDispatchMode
+from fxpipe._torch.tensor_data import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.flops import NodeOperations, OperationCounts, bytes_moved, compute_dtype, operation_flops
 from fxpipe.profiling.node_kinds import as_leaf, distinct_tensors, map_tensors_in

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import KEPT_TENSOR, saved_names, version_of
 from fxpipe._torch.error_messages import forbids_saved_tensor_hooks
-from fxpipe._torch.storages import StorageNumbers, storages_of
+from fxpipe._torch.tensor_data import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import StateError
 from fxpipe.profiling.node_kinds import NodeKinds, map_tensors_in

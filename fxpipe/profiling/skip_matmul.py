@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.dispatch_modes import TorchDispatchMode
+from fxpipe._torch.modes import TorchDispatchMode
 from fxpipe._torch.operators import conv_memory_format, select_conv_backend
 from fxpipe.tracing.tensors import tensors_in
 

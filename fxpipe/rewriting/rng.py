@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from fxpipe._torch.checkpoint import call_checkpoints_through, can_call_checkpoints_through
-from fxpipe._torch.dispatch_modes import TorchDispatchMode, pop_dispatch_mode, push_dispatch_mode
 from fxpipe._torch.functions import opname
+from fxpipe._torch.modes import TorchDispatchMode, pop_dispatch_mode, push_dispatch_mode
 from fxpipe._torch.operators import OpOverload, OpOverloadPacket, schema_of
 from fxpipe._torch.versions import TESTED_VERSIONS
 from fxpipe.errors import StateError

@@ -27,21 +27,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch.autograd import is_in_forward_mode, is_jit_tracing
-from fxpipe._torch.dispatch_modes import (
+from fxpipe._torch.autograd_functions import is_in_functorch_transform
+from fxpipe._torch.modes import (
+    DeviceContext,
     TorchDispatchMode,
     current_dispatch_modes,
+    current_function_modes,
     dispatch_modes_suspended,
     is_infrastructure_mode,
     pop_dispatch_mode,
-    push_dispatch_mode,
-)
-from fxpipe._torch.function_modes import (
-    DeviceContext,
-    current_function_modes,
     pop_function_mode,
+    push_dispatch_mode,
     push_function_mode,
 )
-from fxpipe._torch.functorch import is_in_functorch_transform
 from fxpipe._torch.saved_tensor_hooks import SavedTensorHooks, current_hooks, hooks_suspended
 from fxpipe._torch.thread_state import ThreadState, is_any_autocast_enabled, set_thread_state
 from fxpipe.errors import StateError

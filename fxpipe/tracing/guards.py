@@ -26,7 +26,7 @@ from fxpipe.tracing.node_info import info, opaque_call_of, set_info, size_formul
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
-from fxpipe.utils.equality import equal_values
+from fxpipe.utils.python_objects import equal_values
 
 _RANDOM_NUMBERS = "random numbers"
 

@@ -25,9 +25,8 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.functions import opname
-from fxpipe._torch.functorch import PREDISPATCH_MODULE
-from fxpipe._torch.fx_graphs import takes_input_leaves
+from fxpipe._torch.autograd_functions import PREDISPATCH_MODULE
+from fxpipe._torch.functions import opname, takes_input_leaves
 from fxpipe._torch.module_internals import GUARDS_MODULE, original_module
 from fxpipe._torch.operators import HigherOrderOperator
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError

@@ -35,11 +35,9 @@ import torch
 from torch import nn
 
 from fxpipe._torch.autograd_functions import Apply, FunctionClass, intercept_apply, watch_saved_tensors
-from fxpipe._torch.dispatch_modes import TorchDispatchMode, dispatch_modes_suspended
-from fxpipe._torch.function_modes import without_torch_function
+from fxpipe._torch.modes import TorchDispatchMode, dispatch_modes_suspended, without_torch_function
 from fxpipe._torch.operators import DETACH
-from fxpipe._torch.storages import storage_address
-from fxpipe._torch.tensor_data import replace_data
+from fxpipe._torch.tensor_data import replace_data, storage_address
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils import accelerator
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxpipe._torch.fake_tensor_mode import FakeTensor
-from fxpipe._torch.storages import sparse_parts, storage_address
+from fxpipe._torch.tensor_data import sparse_parts, storage_address
 from fxpipe.utils.batch_split import rows_per_sample
 from fxpipe.utils.python_objects import held_objects
 

@@ -44,9 +44,9 @@ from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.recorded_sizes import LayoutRead, SizeRead
 from fxpipe.tracing.tensors import slice_samples
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
-from fxpipe.utils.equality import equal_values
 from fxpipe.utils.locks import cancellation_point
 from fxpipe.utils.output_combination import OutputCombination
+from fxpipe.utils.python_objects import equal_values
 from fxpipe.utils.python_state import PythonState
 from fxpipe.utils.pytree import is_plain_layout
 

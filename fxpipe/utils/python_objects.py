@@ -1,4 +1,4 @@
-"""Objects of Python classes: taking them apart, putting them together, and walking their contents.
+"""Objects of Python classes: taking them apart, putting them together, walking their contents, and equality.
 
 The parts of an object are its items, if its class is a container, and its attributes. It is put together without
 `__init__` and `__post_init__`. Objects of classes made in C, other than the containers of Python, cannot be taken
@@ -196,6 +196,24 @@ def _data_contents(value: Any) -> Iterator[Any]:
     elif isinstance(value, (tuple, list, set, frozenset, deque)):
         yield from value
     yield from _attributes(value).values()
+
+
+def equal_values(left: Any, right: Any) -> bool:
+    """Returns True if two values have the same type and are equal, lists and tuples item by item; NaN equals NaN.
+
+    >>> equal_values([1.0, float("nan")], [1.0, float("nan")]), equal_values(1, True), equal_values([1], [1.0])
+    (True, False, False)
+    """
+    if left is right or ((left != left) is True and (right != right) is True):  # NaN
+        return True
+    if type(left) is not type(right) or getattr(left, "shape", None) != getattr(right, "shape", None):
+        return False
+    if isinstance(left, (float, complex)):
+        return left == right and repr(left) == repr(right)  # 0.0 is not -0.0
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(equal_values, left, right))
+    same: Any = left == right
+    return bool(same.all() if hasattr(same, "all") else same)  # an array of numpy compares its items
 
 
 class NotKept:

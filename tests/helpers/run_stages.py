@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxpipe._torch.storages import storages_of
+from fxpipe._torch.tensor_data import storages_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.rewriting import PIPE_INPUT, split_into_stages
 from fxpipe.rewriting.program import ReceivedValue

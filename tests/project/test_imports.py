@@ -122,7 +122,7 @@ HANDED_OVER = {
 def _imports_of_compiler(name: str) -> set[str]:
     """What a file imports of the compiler, and of torch.fx: what walks or rewrites graphs."""
     tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
-    rooms = ("torch.fx", "fxpipe._torch.fx_graphs", *(f"fxpipe.{room}" for room in COMPILER))
+    rooms = ("torch.fx", "fxpipe._torch.functions", *(f"fxpipe.{room}" for room in COMPILER))
     found = {needed for _, needed in _imports_by_function(tree) if _is_in(needed, *rooms)}
     attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     found |= attributes & {"torch.fx"}

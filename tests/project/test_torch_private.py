@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 
 import fxpipe
-from fxpipe._torch import autograd, checkpoint, dispatch_modes
+from fxpipe._torch import autograd, checkpoint, modes
 from fxpipe._torch.fake_tensor_mode import FakeTensorMode
 from fxpipe.errors import TorchVersionError
 
@@ -172,13 +172,13 @@ def test_without_a_required_name_fxpipe_says_so_to_the_user():
 
 def test_keys_of_torchs_own_modes_are_required_where_modes_are_told_apart(monkeypatch):
     mode = FakeTensorMode()
-    dispatch_modes._require_mode_keys.cache_clear()
+    modes._require_mode_keys.cache_clear()
     monkeypatch.setattr("fxpipe._torch.fake_tensor_mode.FakeTensorMode", object)
     with pytest.raises(TorchVersionError) as caught:
-        dispatch_modes.is_infrastructure_mode(mode)
+        modes.is_infrastructure_mode(mode)
     _tells_the_versions(caught.value)
     monkeypatch.undo()
-    assert dispatch_modes.is_infrastructure_mode(mode)
+    assert modes.is_infrastructure_mode(mode)
 
 
 def test_what_nodes_of_a_loss_know_is_required_where_it_is_asked(monkeypatch):

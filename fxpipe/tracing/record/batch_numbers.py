@@ -34,7 +34,7 @@ from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
-from fxpipe.utils.equality import equal_values
+from fxpipe.utils.python_objects import equal_values
 from fxpipe.utils.pytree import flatten, redefined_class
 
 MAX_SIZES = 3  # number of recorded sizes, not counting micro-batch sizes

@@ -24,7 +24,7 @@ from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, is_user_file
 from fxpipe.tracing.traced import InputLeaf
-from fxpipe.utils.equality import equal_values
+from fxpipe.utils.python_objects import equal_values
 from fxpipe.utils.python_state import is_followed_file
 from fxpipe.utils.pytree import CACHE_ADVICE, flatten_with_paths, preserve_objects
 

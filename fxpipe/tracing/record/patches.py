@@ -23,8 +23,14 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.autograd_functions import Apply, FunctionClass, has_context, intercept_apply
-from fxpipe._torch.functorch import intercept_vmap, is_in_functorch_transform
+from fxpipe._torch.autograd_functions import (
+    Apply,
+    FunctionClass,
+    has_context,
+    intercept_apply,
+    intercept_vmap,
+    is_in_functorch_transform,
+)
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, hook_stores
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.tracing.forward_rng import python_draws

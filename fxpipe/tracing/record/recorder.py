@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import version_of
+from fxpipe._torch.autograd_functions import is_in_functorch_transform
 from fxpipe._torch.functions import (
     CONSTANT_TYPES,
     DTYPES_OF_PYTHON,
@@ -47,9 +48,8 @@ from fxpipe._torch.functions import (
     opname,
     takes_only_arrays,
 )
-from fxpipe._torch.functorch import is_in_functorch_transform
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
-from fxpipe._torch.storages import storage_address
+from fxpipe._torch.tensor_data import storage_address
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.tracing.fake_tensors import NEEDS_VALUES_ERRORS, is_faked
 from fxpipe.tracing.forward_rng import (

@@ -22,8 +22,8 @@ from torch import fx, nn
 from torch.autograd.function import BackwardCFunction
 
 from fxpipe._torch.autograd import forward_class_of
-from fxpipe._torch.function_modes import without_torch_function
-from fxpipe._torch.storages import StorageNumbers
+from fxpipe._torch.modes import without_torch_function
+from fxpipe._torch.tensor_data import StorageNumbers
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.node_info import info, update_info
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe._torch.autograd_functions import is_in_functorch_transform
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.functions import opname, overload_writes
-from fxpipe._torch.functorch import is_in_functorch_transform
 from fxpipe._torch.module_internals import global_hooks
 from fxpipe._torch.operators import OpOverload
-from fxpipe._torch.storages import storage_address
+from fxpipe._torch.tensor_data import storage_address
 from fxpipe.errors import TraceError
 from fxpipe.pipe.pipeline_class import class_of_model
 from fxpipe.tracing.node_info import info

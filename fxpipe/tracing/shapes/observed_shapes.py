@@ -33,7 +33,7 @@ from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.record.fit_formula import SizeFormula, simplest_formula
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
-from fxpipe.utils.equality import equal_values
+from fxpipe.utils.python_objects import equal_values
 
 MAX_CHOICES = 32  # sets of inputs to vary
 LENGTH_RUNS = 3  # at other dynamic sizes, with all of them changed

@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpipe._torch.autograd import version_of
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
-from fxpipe._torch.storages import StorageNumbers
+from fxpipe._torch.tensor_data import StorageNumbers
 from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import (

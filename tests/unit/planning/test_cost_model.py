@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import fxpipe
-from fxpipe._torch.storages import storages_of
+from fxpipe._torch.tensor_data import storages_of
 from fxpipe.partitioning import Chain, Link, StageSite, stage_loads
 from fxpipe.partitioning.intervals import StageMemory
 from fxpipe.planning.choose import choose_cut

@@ -1,4 +1,4 @@
-"""Modes of `__torch_dispatch__`: their class, and the stack of active modes of a thread.
+"""Modes of `__torch_dispatch__` and `__torch_function__`: their classes, and the stacks of active modes of a thread.
 
 Required, and unchanged from torch 2.11 to 2.14.
 """
@@ -9,24 +9,44 @@ import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 from fxpipe._torch.versions import missing_name, required_names
 
 with required_names():
+    from torch.overrides import _get_current_function_mode_stack as current_modes_of_functions
+    from torch.overrides import _pop_mode as pop_function_mode
+    from torch.overrides import _push_mode as push_function_mode
+    from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
     from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
     from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
+    # A block in which overrides by modes and tensor subclasses are disabled.
+    without_torch_function = torch._C.DisableTorchFunction
+
 __all__ = [
+    "DeviceContext",
     "TorchDispatchMode",
     "current_dispatch_modes",
+    "current_function_modes",
     "dispatch_modes_suspended",
     "is_infrastructure_mode",
     "is_traceable_wrapper_subclass",
     "pop_dispatch_mode",
+    "pop_function_mode",
     "push_dispatch_mode",
+    "push_function_mode",
+    "without_torch_function",
 ]
+
+
+def current_function_modes() -> tuple[TorchFunctionMode, ...]:
+    """Returns the active modes of this thread, outermost first; a default device is a `DeviceContext`."""
+    return tuple(current_modes_of_functions())
 
 
 def current_dispatch_modes() -> tuple[TorchDispatchMode, ...]:
