@@ -1,8 +1,8 @@
 """The memory of tensors: identities of storages, and replacement of memory that preserves the tensor object.
 
-A number of a storage stays unique after the storage is freed, unlike its address. The address (`_cdata`) and the parts
-of sparse tensors are required; swapping tensors is optional, needed only between the CPU and an out-of-tree backend.
-Unchanged from torch 2.11 to 2.14.
+A number of a storage stays unique after the storage is freed, unlike its address. Required, and unchanged from torch
+2.11 to 2.14, are the address (`_cdata`) and the parts of sparse tensors. Optional is a swap of two tensors, needed only
+between the CPU and an out-of-tree backend.
 """
 
 from __future__ import annotations
