@@ -917,6 +917,26 @@ def test_a_method_of_a_large_module_is_kept_whole_in_its_place(model, whole):
         assert fxpipe.verify(pipe, x(4))
 
 
+CHANGES = {
+    "a number": lambda m: setattr(m, "part", 3),
+    "a method of the class": lambda m: setattr(type(m), "_masked", lambda m, x: x * float(np.random.uniform(2, 3))),
+    "a method that it calls": lambda m: setattr(type(m), "_count", lambda m, x: x.shape[0] - 1),
+    "a method of the object": lambda m: setattr(m, "_masked", lambda x: x * float(np.random.uniform(2, 3))),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_method_that_changes_later_is_the_one_that_runs(name):
+    class Own(Masked):
+        part = 2
+        _masked, _count = Masked._masked, lambda m, x: x.shape[0] // m.part
+
+    with closing(fxpipe.pipeline(Named(Own), workers(2), 2, example_args=(x(),))) as pipe:
+        CHANGES[name](fxpipe.unwrap(pipe).inner)
+        assert fxpipe.verify(pipe, x())
+        assert pipe.plan.whole
+
+
 # -- functions -------------------------------------------------------------------------------------------------------
 
 

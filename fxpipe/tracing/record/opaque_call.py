@@ -481,6 +481,9 @@ def whole_methods(recorder: Recorder) -> list[tuple[Any, str, Any]]:
 
 
 def _whole_method(recorder: Recorder, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call_replica(replica: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return getattr(replica, name)(*args, **kwargs)
+
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = recorder.paths.get(id(module))
         own = f"{path}.{name}".removeprefix(".")
@@ -488,11 +491,10 @@ def _whole_method(recorder: Recorder, method: Callable[..., Any], name: str) -> 
             return method(module, *args, **kwargs)
         slots = {slot: tensor for slot, tensor in slots_of(module).items() if not slot.path}
         inside = [inner for inner, _ in module.named_children()]
+        _note_attributes(recorder, module)
         try:
             with recorder.pause():
-                run = replica_of(
-                    recorder.model, module, tuple(slots), lambda replica, a, k: method(replica, *a, **k), inside
-                )
+                run = replica_of(recorder.model, module, tuple(slots), call_replica, inside)
             label = f"{type(module).__name__}_{name}"
             result, node = _call_whole(recorder, run, label, slots, recorder.whole[own], args, kwargs)
         except CannotRecord:

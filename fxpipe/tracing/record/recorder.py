@@ -293,7 +293,8 @@ class Recorder(TorchFunctionMode):
         """Returns a name for a tensor that neither the graph nor the model created."""
         self.uses_unknown = True
         if isinstance(tensor, nn.Parameter):
-            raise self.refuse("makes a parameter or a module in forward", "make it in __init__", whole=False)
+            remedy = "make it in __init__, or call the model once before, if only the first call makes it"
+            raise self.refuse("makes a parameter or a module in forward", remedy, whole=False)
         what = f"({tuple(tensor.shape)}, {tensor.dtype})"
         if tensor.requires_grad and tensor.is_leaf:
             raise self.refuse(
