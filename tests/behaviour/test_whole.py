@@ -811,6 +811,7 @@ READERS = {
     "returned": lambda last, states: (last, states),
     "given on": lambda last, states: torch.stack(states).sum(0),
     "truth": lambda last, states: last if states else -last,
+    "type": lambda last, states: last if isinstance(states, tuple) else -last,
 }
 
 
@@ -886,6 +887,28 @@ class MaskedByCount(Masked):
         return torch.stack([row if float(row.sum()) > 0 else self.mask for row in x])
 
 
+class MaskedByStatic(Masked):
+    @staticmethod
+    def _masked(x):
+        return x * float(np.random.uniform(0.5, 1.0, 2)[0])
+
+
+class MaskedByDecision(Masked):
+    """The method returns what forward decides by, which is no tensor."""
+
+    def forward(self, x):
+        x = self.one(x).sin()
+        return self.two(x) if self._is_deep() else x
+
+    def _is_deep(self):
+        return random.choice([True, False])
+
+
+class MaskedTwice(MaskedByDecision):
+    def _is_deep(self):
+        return self.two.bias is not None and random.choice([True, False])
+
+
 class Named(Layered, tail=6):
     def __init__(self, kind):
         super().__init__()
@@ -902,6 +925,11 @@ class Named(Layered, tail=6):
         pytest.param(Masked, "_masked", id="the model's own"),
         pytest.param(lambda: Named(MaskedByCount), "inner._masked", id="values"),
         pytest.param(lambda: Named(MaskedByLayer), "inner", id="of modules"),
+        pytest.param(lambda: Named(MaskedByStatic), "inner", id="static"),
+        pytest.param(
+            lambda: Named(MaskedByDecision), "forward of module 'inner' behind its call of 'one'", id="no tensors"
+        ),
+        pytest.param(lambda: Named(MaskedTwice), "inner", id="none"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:module .inner. is one node")

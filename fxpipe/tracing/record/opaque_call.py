@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -446,7 +446,7 @@ def methods_to_keep(module: nn.Module, path: str) -> list[str]:
 
 
 def _method(kind: type[nn.Module], name: str) -> Callable[..., Any] | None:
-    method = getattr(kind, name, None)
+    method = inspect.getattr_static(kind, name, None)
     return method if isinstance(method, FunctionType) else None
 
 
@@ -497,10 +497,14 @@ def _whole_method(recorder: Recorder, method: Callable[..., Any], name: str) -> 
                 run = replica_of(recorder.model, module, tuple(slots), call_replica, inside)
             label = f"{type(module).__name__}_{name}"
             result, node = _call_whole(recorder, run, label, slots, recorder.whole[own], args, kwargs)
+            if not all(isinstance(leaf, (torch.Tensor, NoneType)) for leaf in pytree.tree_leaves(result)):
+                raise TypeError("it returns other values than tensors")  # these would have to stay the same
         except CannotRecord:
             raise
-        except Exception as error:  # it uses modules inside, after all
-            raise recorder.refuse(f"raises {error!r} in {own!r}, kept whole,", "keep the module whole") from error
+        except Exception as error:  # perhaps it uses modules inside, after all
+            raise recorder.refuse(
+                f"runs {own!r}, kept whole, which raises {error!r}", "keep the module whole"
+            ) from error
         update_info(node, opaque=replace(opaque_call_of(node), module=path, method=name, why=recorder.whole[own]))
         return result
 

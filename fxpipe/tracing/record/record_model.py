@@ -126,11 +126,14 @@ def record(
                     options = replace(options, reads_sequences=True)
                 elif "" in recorder.random.python_modules and not (run or options.draws_for_python):
                     options = replace(options, draws_for_python=True)
-                elif "" in recorder.random.python_modules and (
-                    own := {*methods_to_keep(model, "")} - options.whole.keys()
-                ):
-                    whole = dict.fromkeys(own, "it draws Python's or numpy's random numbers")
-                    options = replace(options, draws_for_python=False, whole={**options.whole, **whole})
+                elif "" in recorder.random.python_modules and (own := methods_to_keep(model, "")):
+                    before, whole = options, dict.fromkeys(own, "it draws Python's or numpy's random numbers")
+                    if not whole.keys() <= options.whole.keys():
+                        options = replace(options, draws_for_python=False, whole={**options.whole, **whole})
+                        with contextlib.suppress(TraceError):
+                            return attempt()
+                    options = before
+                    raise
                 elif recorder.uses_unknown and recorder.has_hooks and not options.records_hooks:
                     options = replace(options, records_hooks=True)  # a hook may have made the tensor
                 elif not recorder.writes_frozen:
