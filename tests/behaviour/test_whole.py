@@ -904,7 +904,7 @@ class MaskedByDecision(Masked):
         return random.choice([True, False])
 
 
-class MaskedTwice(MaskedByDecision):
+class MaskedByLayerDecision(MaskedByDecision):
     def _is_deep(self):
         return self.two.bias is not None and random.choice([True, False])
 
@@ -926,10 +926,7 @@ class Named(Layered, tail=6):
         pytest.param(lambda: Named(MaskedByCount), "inner._masked", id="values"),
         pytest.param(lambda: Named(MaskedByLayer), "inner", id="of modules"),
         pytest.param(lambda: Named(MaskedByStatic), "inner", id="static"),
-        pytest.param(
-            lambda: Named(MaskedByDecision), "forward of module 'inner' behind its call of 'one'", id="no tensors"
-        ),
-        pytest.param(lambda: Named(MaskedTwice), "inner", id="none"),
+        pytest.param(lambda: Named(MaskedByLayerDecision), "inner", id="none"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:module .inner. is one node")
@@ -943,6 +940,22 @@ def test_a_method_of_a_large_module_is_kept_whole_in_its_place(model, whole):
             assert report, report
         pipe.eval()
         assert fxpipe.verify(pipe, x(4))
+
+
+def test_a_method_that_returns_no_tensor_decides_in_each_micro_batch():
+    torch.manual_seed(1)
+    model = Named(MaskedByDecision).eval()
+    rows, first = x(), model.inner.one
+    ways = [model.tail(h) for h in (first(rows).sin(), model.inner.two(first(rows).sin()))]
+    with closing(fxpipe.pipeline(model, workers(2), 2, example_args=(rows,))) as pipe, torch.no_grad():
+        taken = {
+            (place, way)
+            for part in (pipe(rows) for _ in range(8))
+            for place in (0, 3)
+            for way, want in enumerate(ways)
+            if torch.allclose(part[place : place + 3], want[place : place + 3], atol=1e-6)
+        }
+    assert taken == {(0, 0), (0, 1), (3, 0), (3, 1)}
 
 
 CHANGES = {
