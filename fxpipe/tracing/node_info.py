@@ -253,6 +253,9 @@ def bytes_formula(shapes: tuple[TensorShape, ...]) -> sympy.Expr:
 
 @functools.lru_cache(maxsize=4096)
 def bytes_at(formula: sympy.Expr, batch: sympy.Symbol, samples: int, lengths: Lengths = ()) -> int:
-    """Computes the bytes for `samples` samples and dynamic sizes `lengths`. Data-dependent sizes count as 0."""
+    """Computes the bytes for `samples` samples and dynamic sizes `lengths`.
+
+    Data-dependent sizes count as 0, and so does a number of bytes that would be negative for them (a cut of a padding).
+    """
     number = formula.xreplace({batch: sympy.Integer(samples), **{s: sympy.Integer(size) for s, size in lengths}})
-    return int(number.subs(dict.fromkeys(number.free_symbols, 0)))
+    return max(0, int(number.subs(dict.fromkeys(number.free_symbols, 0))))

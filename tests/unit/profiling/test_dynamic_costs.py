@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.profiling import Profile, profile
-from fxpipe.profiling.formulas import fit_growth, other_lengths, resize_inputs
+from fxpipe.profiling.formulas import fit_growth, other_lengths, resize_inputs, size_polynomial
 from fxpipe.tracing import Traced, trace
+from fxpipe.tracing.node_info import bytes_at
 from fxpipe.tracing.tensors import bytes_in
 from fxpipe.utils.polynomial import Polynomial, SizePoint
 
@@ -174,3 +175,10 @@ def test_a_profile_with_sizes_is_read_as_it_was_written(tmp_path: Path) -> None:
     costs.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == costs
     assert dict(costs.sizes) == {"s": 6}
+
+
+def test_bytes_with_sizes_that_depend_on_values_are_never_negative():
+    b, of_values = sympy.symbols("b u", integer=True)
+    assert bytes_at(4 * b * (of_values - 40), b, 3) == 0
+    assert bytes_at(4 * b * (of_values + 40), b, 3) == 480
+    assert size_polynomial(4 * b * (of_values - 40), b, 3).at(3) == 0
