@@ -452,6 +452,30 @@ RUNTIME = (
         "unit/_torch/test_autograd.py",
     ),
     Mutant(
+        "tracing/record/record_model.py",
+        "                if recorder.hides_sequences:",
+        "                if False:",
+        "behaviour/test_whole.py::test_a_tuple_that_forward_reads_keeps_its_length",
+    ),
+    Mutant(
+        "tracing/record/opaque_call.py",
+        "getattr(replica, name)(*args, **kwargs)",
+        "method(replica, *args, **kwargs)",
+        "behaviour/test_whole.py::test_a_method_that_changes_later_is_the_one_that_runs",
+    ),
+    Mutant(
+        "tracing/strategies.py",
+        "    if not modules and whole and not options.reads_sequences:",
+        "    if False:",
+        "behaviour/test_whole.py::test_a_tuple_that_forward_reads_keeps_its_length",
+    ),
+    Mutant(
+        "pipe/verification.py",
+        "is_same &= same_python_rng_state(",
+        "is_same &= True or same_python_rng_state(",
+        "behaviour/test_whole.py::test_a_method_of_a_large_module_is_kept_whole_in_its_place",
+    ),
+    Mutant(
         "tracing/record/opaque_call.py",
         "    unhookable = [*own, *shared] if hookable else None\n",
         "    unhookable = own if hookable else None\n",

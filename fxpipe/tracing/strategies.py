@@ -226,10 +226,6 @@ def _options_after(
         return replace(options, graph_breaks={**graph_breaks, **behind})
     if not modules and whole and not options.reads_sequences:
         return replace(options, reads_sequences=True)
-    inside = dict(model.named_modules())
-    if not modules and (methods := [name for name in whole if name not in inside]):  # it may help to keep the modules
-        modules = frozenset(name.rpartition(".")[0] for name in methods) - {""}
-        whole = {name: why for name, why in whole.items() if name in inside}
     if not modules:
         if _is_same_failure(problem, first):
             raise first

@@ -68,7 +68,7 @@ class OpaqueStateError(Exception):
         self.remedy = remedy
 
 
-# Takes the place of lists and tuples inside the result of a module kept whole: what nobody reads may have any length.
+# Takes the place of lists and tuples inside the result of a module kept whole: those without a use may have any length.
 UNREAD_SEQUENCE = NotKept("sequence")
 
 
@@ -433,8 +433,8 @@ def _call_whole(
 
 # -- methods kept whole ------------------------------------------------------------------------------------------------
 #
-# If a module that is most of the model has to be kept whole, the cause may be in one of its methods, such as the masks
-# of SpecAugment. Then its methods that use no modules inside are kept whole first.
+# If a module that is most of the model has to be kept whole, the cause may be one of its methods, such as the masks of
+# SpecAugment. Then its methods that use no modules inside are kept whole first.
 
 
 def methods_to_keep(module: nn.Module, path: str) -> list[str]:
@@ -474,7 +474,7 @@ def _is_self(step: dis.Instruction) -> bool:
 
 def whole_methods(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     """Returns replacements of the methods that are kept whole: (class, name, function)."""
-    modules = dict(recorder.model.named_modules())
+    modules = dict(recorder.model.named_modules(remove_duplicate=False))
     places = [(type(modules[path]), name) for whole in recorder.whole for path, _, name in (whole.rpartition("."),)]
     methods = [(kind, name, _method(kind, name)) for kind, name in places]
     return [(kind, name, _whole_method(recorder, m, name)) for kind, name, m in methods if m is not None]
@@ -489,7 +489,7 @@ def _whole_method(recorder: Recorder, method: Callable[..., Any], name: str) -> 
         own = f"{path}.{name}".removeprefix(".")
         if active.recorder is not recorder or recorder.paused or own not in recorder.whole:
             return method(module, *args, **kwargs)
-        slots = {slot: tensor for slot, tensor in slots_of(module).items() if not slot.path}
+        slots = {s: tensor for s, tensor in slots_of(module).items() if not (s.path or _is_made_anew(s, tensor))}
         inside = [inner for inner, _ in module.named_children()]
         _note_attributes(recorder, module)
         try:

@@ -122,9 +122,7 @@ def record(
                 has_hooks |= recorder.has_hooks
                 return result
             except TraceError:
-                if recorder.hides_sequences:
-                    options = replace(options, reads_sequences=True)
-                elif "" in recorder.random.python_modules and not (run or options.draws_for_python):
+                if "" in recorder.random.python_modules and not (run or options.draws_for_python):
                     options = replace(options, draws_for_python=True)
                 elif "" in recorder.random.python_modules and (own := methods_to_keep(model, "")):
                     before, whole = options, dict.fromkeys(own, "it draws Python's or numpy's random numbers")
