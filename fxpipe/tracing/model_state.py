@@ -7,13 +7,15 @@ dicts. A snapshot stores the objects in each slot, the values of all tensors exc
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import sys
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -305,6 +307,7 @@ class Snapshot:
     def restore(self) -> None:
         self.reshaped += [name for name, _ in self.tensors_reshaped()]
         for path, store, before in self.dicts:
+            before.update(_cached_numbers(self.model, path, store, before))
             for key in [*before, *(key for key in store if key not in before)]:
                 if key not in COMPUTATION_ATTRIBUTES and not _is_unchanged(before.get(key, self), store.get(key, self)):
                     self.written_attributes.append(f"{path}.{key}" if path else key)
@@ -373,6 +376,16 @@ class Snapshot:
                 "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward",
                 is_final=True,
             )
+
+
+def _cached_numbers(
+    model: nn.Module, path: str, store: Mapping[str, Any], before: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yields new numbers and texts of a `functools.cached_property`, computed from the module alone: they may stay."""
+    for key in store.keys() - before.keys():
+        kind = type(model.get_submodule(path))
+        if isinstance(inspect.getattr_static(kind, key, None), cached_property) and type(store[key]) in _PLAIN:
+            yield key, store[key]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """What the first forward makes and no later one changes is made once, before the model is traced, or it is refused."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -310,3 +311,28 @@ def test_a_first_call_that_writes_something_else_to_its_input_is_refused():
     with pytest.raises(TraceError, match=r"makes 'previous' when it is first called.*call the model once"):
         fxpipe.trace(model, inputs)
     assert model.previous is None
+
+
+class Scaled(nn.Linear):
+    """Computes a number of the module alone when it is first needed."""
+
+    @functools.cached_property
+    def factor(self) -> float:
+        return self.in_features**0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+def test_a_cached_property_may_be_computed_in_any_call():
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = m.first(x)
+        return x if torch.rand(()) < 0.5 else m.second(m.scaled(x))
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = Model(forward, scaled=Scaled(4, 4))
+        with fxpipe.pipeline(model, workers(2), 2, example_args=(torch.randn(4, 4),)) as pipe:
+            for _ in range(4):
+                assert fxpipe.verify(pipe, torch.randn(4, 4))
+            assert len(pipe._fxpipe.graphs) <= 3  # the first may be without the number
