@@ -503,9 +503,9 @@ def _gradients_moved_by_rounding(unit: float) -> Iterator[None]:
     """
     thread, calls = threading.get_ident(), itertools.count(1)
 
-    def move(call: int, gradient: torch.Tensor) -> torch.Tensor:
-        if gradient.layout != torch.strided:
-            return gradient
+    def move(call: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None or gradient.layout != torch.strided:  # None: of a function whose backward returns None
+            return None
         numbers = torch.arange(call, call + gradient.numel(), device=gradient.device, dtype=torch.float32)
         noise = torch.cos(numbers * numbers).view(gradient.shape)  # no random numbers, which vmap forbids
         return (gradient * (1 + unit * noise)).to(gradient.dtype)

@@ -288,6 +288,37 @@ def test_rounding_of_two_modules_does_not_cancel():
     assert 0 < bias.allowed < 1e-4
 
 
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class Stopped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.c(x + Stop.apply(self.b(x)))
+
+
+def test_a_module_whose_output_has_no_gradient_is_compared():
+    """Autograd calls the hooks of its output all the same, with None."""
+    x = torch.randn(8, 4)
+    with fxpipe.pipeline(Stopped(), ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
+        assert fxpipe.verify(pipe, x)
+
+
 class PerSample(Layered, inner=4):
     """Kept whole, since it uses `vmap`, which lets nobody draw random numbers."""
 
