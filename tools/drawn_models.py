@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from zoo.entry import BATCH, Call, Entry
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
@@ -313,18 +314,250 @@ def _with_tokens(model: nn.Module, config: Any, inputs: dict[str, Any], problems
     return None
 
 
+# -- diffusers -------------------------------------------------------------------------------------------------------
+
+_WIDTH = 32  # of embeddings: two heads of 16
+_ROTARY = {2: [8, 8], 3: [4, 6, 6], 4: [4, 4, 4, 4]}  # parts of the width of a head
+_MISSING: tuple[dict[str, Any], ...] = (  # what to try for sizes that are None by default
+    {"in_channels": 4, "cross_attention_dim": _WIDTH, "norm_num_groups": 4},
+    {"in_channels": 4, "out_channels": 4, "patch_size": 2, "caption_channels": _WIDTH, "axes_dim": (8, 8)},
+)
+_REQUIRED: dict[str, Any] = {"block_out_channels": (16, 32), "layers_per_block": 1, "spatial_compression_ratio": 2}
+_DIFFUSION_KINDS = r"^(?!.*Control)(Auto(?!Model)|.*(.Model|Transformer|UNet|VAE|Vae|Bank|Decoder|Vocoder))"
+_LARGEST = 30_000_000  # parameters
+_DIFFUSION_SIZES: tuple[tuple[str, Callable[[int], int]], ...] = (
+    (r"z_dim|latent_channels|ratio|factor|stride|skip|kernel|n_fft|rate$|pos_embed_max|hop|max_size|timesteps", int),
+    (r"projection_class", lambda v: 3 * _WIDTH),
+    (r"patch", lambda v: min(v, 8)),
+    (r"min_", lambda v: min(v, 16)),
+    (r"text_.*length|text_len|num_embeddings", lambda v: LENGTH),
+    (r"sample_frames", lambda v: 9),
+    (r"num_frames|video_length", lambda v: 3),
+    (r"sample_(size|width|height)", lambda v: min(v, 8)),
+    (r"groups$", lambda v: min(v, 4)),
+    (r"kv_heads|key_value", lambda v: min(v, 1)),
+    (r"heads?$", lambda v: min(v, 2)),
+    (r"caption|text|cond", lambda v: min(v, _WIDTH)),
+    (r"head_dim|dim_head|rotary_dim|visual_dim|^latent_dim$|channels$|^ch$|base_dim", lambda v: min(v, 16)),
+    (r"layers|depth|blocks$", lambda v: min(v, 2)),
+    (r"length|tokens|vocab|codebook", lambda v: min(v, VOCABULARY)),
+    (r"", lambda v: min(v, _WIDTH)),
+)
+
+
+def _small_diffusion(name: str, value: Any, channels: int) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, list, tuple)):
+        return value
+    if isinstance(value, int):
+        small = next(size(value) for pattern, size in _DIFFUSION_SIZES if re.search(pattern, name))
+        return small * channels // 16 if small == 16 and value > 16 else small
+    if not value or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
+        return value
+    if re.search(r"axes_dim|rope_dim|mrope|rope_axes", name):
+        return _ROTARY[len(value)]
+    if re.search(r"layers$|layer_ids", name) and "per" not in name:
+        return [0]
+    if re.search(r"layers|depths|num_.*blocks", name):
+        return [1 for _ in value]
+    if "heads" in name:
+        return [2 for _ in value]
+    return [channels * round(v / min(value)) for v in value] if "channels" in name else value
+
+
+def _small_diffusion_model(kind: type[nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny model and its settings, the first that fit each other."""
+    problems = []
+    for missing, channels in itertools.product(_MISSING, (16, 32)):
+        settings = {}
+        for name, parameter in inspect.signature(kind).parameters.items():
+            is_required = parameter.default is parameter.empty
+            value = _REQUIRED.get(name, 4) if is_required else parameter.default
+            value = missing.get(name) if value is None else value
+            if value is not None and parameter.kind is not parameter.VAR_KEYWORD:
+                settings[name] = _small_diffusion(name, value, channels)
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in kind(**settings).parameters())
+            if size < _LARGEST:
+                return kind(**settings), settings
+            problems.append(f"{size} parameters")
+        except Exception as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    raise ValueError(" || ".join(dict.fromkeys(p[:150] for p in problems)))
+
+
+def _diffusion_candidates(settings: dict[str, Any]) -> dict[str, list[Callable[[], Any]]]:
+    """For each argument of forward the inputs to try, most likely first."""
+    names = ("in_channels", "in_visual_dim", "in_dim", "io_channels", "latent_channels", "latent_dim")
+    channels = next((settings[n] for n in names if settings.get(n)), 4)
+    rotary = next(
+        (len(v) for n, v in settings.items() if isinstance(v, list) and re.search(r"axes_dim|rope_dim|rope_axes", n)), 3
+    )
+
+    def normal(*shape: int) -> Callable[[], torch.Tensor]:
+        return lambda: torch.randn(BATCH, *shape)
+
+    def grid(*shape: int) -> list[Callable[[], torch.Tensor]]:
+        sizes = (*[1] * (rotary - len(shape)), *shape)
+        places = torch.cartesian_prod(*map(torch.arange, sizes)).float()
+        return [lambda: places, lambda: places.expand(BATCH, -1, -1).clone()]
+
+    def each(*shape: int) -> Callable[[], list[torch.Tensor]]:
+        return lambda: list(torch.randn(BATCH, *shape))
+
+    def pair(*shape: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+        return lambda: tuple(torch.randn(2, *shape))
+
+    images = [normal(c, s, s) for s in (8, 32) for c in dict.fromkeys((channels, 3))]
+    videos = [
+        normal(*shape)
+        for s in (8, 16, 32)
+        for shape in ((channels, 3, s, s), (3, channels, s, s), (3, s, s, channels), (3, 9, s, s))
+    ]
+    tokens = [normal(16, w) for w in (channels, _WIDTH, 4 * channels)] + [
+        normal(channels, 16),
+        normal(_WIDTH, 16),
+        normal(_WIDTH),
+    ]
+    videos += [normal(3, 9, 64, 64), normal(3, 8, 8, 2 * channels + 1)]
+    sounds = [normal(c, n) for n in (256, 2048) for c in (1, 2, 16)]
+    texts = [normal(LENGTH, _WIDTH), normal(_WIDTH), normal(LENGTH, 2, _WIDTH), normal(16, _WIDTH)]
+    time = [
+        lambda: torch.randint(0, 100, (BATCH,)),
+        lambda: torch.rand(BATCH),
+        lambda: torch.rand(BATCH, 3),
+        lambda: torch.rand(BATCH, 16),
+    ]
+
+    def ones(*shape: int, dtype: torch.dtype | None = None) -> Callable[[], torch.Tensor]:
+        return lambda: torch.ones(BATCH, *shape, dtype=dtype)
+
+    masks = [ones(n, dtype=t) for n in (LENGTH, 16) for t in (None, torch.bool)]
+    sizes = [lambda: torch.full((BATCH, 2), 64.0)]
+    return {
+        "(audio_)?hidden_states|inputs_embeds": images + videos + tokens,
+        "sample|mel": images + videos + sounds + tokens,
+        "control_hidden_states": videos,
+        "text_encoder_layers": [lambda: [torch.randn(BATCH, LENGTH, _WIDTH) for _ in range(4)]],
+        "num_frames": [lambda: 1],
+        "height|width": [lambda: 4],
+        "audio_num_frames": [lambda: 16],
+        "latents?": images + videos + tokens,
+        "x": [*images, each(channels, 1, 8, 8)],
+        "timesteps?|t|r_timestep|timestep_r|timestep_ratio": time,
+        "\\w*encoder_hidden_states\\w*|text_bth|image_embeds|\\w*_hidden_states": texts,
+        "cap_feats": [each(LENGTH, _WIDTH)],
+        "image_latents|context_latents|latent_cond": [*images, *videos, *tokens],
+        "image_embeddings": [normal(_WIDTH)],
+        "padding_mask": [ones(8), ones(1, 8, 8), ones(1, 32, 32)],
+        "condition_mask": [ones(1, 3, 8, 8)],
+        "\\w*_mask(_\\w+)?": masks,
+        "pooled_\\w+|proj_embedding": [normal(_WIDTH)],
+        "clip_text_pooled": [normal(1, _WIDTH)],
+        "guidance": [lambda: torch.rand(BATCH)],
+        "img_ids": grid(4, 4),
+        "txt_ids": grid(LENGTH),
+        "position_ids": grid(LENGTH + 16) + grid(16),
+        "img_shapes": [lambda: [[(1, 4, 4)]] * BATCH],
+        "original_size|target_size|crop_coords": sizes,
+        "\\w*rotary_emb\\w*": [pair(16, 16), normal(16, 8)],
+        "input_ids|inputs|target_input_ids": [_ids],
+        "prior_token_id": [lambda: _ids(16)],
+        "prior_token_drop": [lambda: torch.arange(BATCH)[:, None].expand(BATCH, 16) > 1],
+        "text_lens": [lambda: torch.tensor([LENGTH, LENGTH - 2] * (BATCH // 2))],
+        "indices_latents": [lambda: torch.arange(3)],
+        "fps": [lambda: torch.ones(BATCH)],
+        "style": [lambda: torch.zeros(BATCH, dtype=torch.long)],
+        "image_meta_size": [lambda: torch.full((BATCH, 6), 32.0)],
+        "added_time_ids": [lambda: torch.full((BATCH, 3), 3.0)],
+        "segment_ids": [ones(16)],
+        "indicator": [lambda: torch.tensor([[2] * 10 + [3] * 6] * BATCH)],
+        "scale": [lambda: 2],
+        "global_hidden_states": [normal(1, _WIDTH)],
+        "visual_rope_pos": [lambda: [torch.arange(3), torch.arange(4), torch.arange(4)]],
+        "text_rope_pos": [lambda: torch.arange(LENGTH)],
+    }
+
+
+class _Calls(TorchFunctionMode):
+    """Counts torch's functions: how far forward came."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def fitting_diffusion_inputs(kind: type[nn.Module], settings: dict[str, Any]) -> dict[str, Any]:
+    """Inputs with which the model trains: one after another those with which forward comes furthest.
+
+    First with few arguments that have defaults, then with all.
+    """
+    table = _diffusion_candidates(settings)
+    needed: dict[str, list[Any]] = {}
+    options: dict[str, list[Any]] = {}
+    for name, parameter in list(inspect.signature(kind.forward).parameters.items())[1:]:
+        fitting = next((choices for pattern, choices in table.items() if re.fullmatch(pattern, name)), [])
+        if parameter.default is parameter.empty and fitting:
+            options[name] = needed[name] = fitting
+        elif fitting:
+            is_rare = re.search("mask|rotary|guidance|image|control|clean|history|frames|height|width", name)
+            options[name] = [None, *fitting] if is_rare else [*fitting, None]
+            needed[name] = [None] if is_rare else options[name]
+    problems: list[str] = []
+    for choices in (needed, options):
+        inputs = _furthest(kind, settings, choices, problems)
+        if inputs is not None:
+            return inputs
+    raise ValueError(" || ".join(dict.fromkeys(p[:150] for p in problems)))
+
+
+def _furthest(
+    kind: type[nn.Module], settings: dict[str, Any], options: dict[str, list[Any]], problems: list[str]
+) -> dict[str, Any] | None:
+    best, before, problem = 0, -1, ""
+    chosen = {name: choices[0] for name, choices in options.items()}
+    while best > before:
+        before = best
+        for name, choices in reversed(options.items()):
+            for choice in choices:
+                trial = chosen | {name: choice}
+                torch.manual_seed(1)
+                inputs = {n: make() for n, make in trial.items() if make is not None}
+                calls = _Calls()
+                try:
+                    with calls:
+                        if _trains(kind(**settings), copy.deepcopy(inputs)):  # failed calls leave caches
+                            return inputs
+                except Exception as error:
+                    if calls.count > best:
+                        best, chosen, problem = calls.count, trial, f"{type(error).__name__}: {error}"
+    problems.append(f"{problem} with {[n for n, c in chosen.items() if c is not None]}")
+    return None
+
+
 # -- drawing ---------------------------------------------------------------------------------------------------------
 
 
 def _named() -> set[str]:
-    """The configurations that tests name."""
+    """The classes that tests name."""
     texts = [
         path.read_text()
         for folder in ("tests", "docs", "examples")
         for path in (TESTS.parent / folder).rglob("*.*")
         if path.suffix in (".py", ".md")
     ]
-    return set(re.findall(r"\b[A-Z]\w*Config\b", "\n".join(texts)))
+    return set(re.findall(r"\b[A-Z]\w*\b", "\n".join(texts)))
+
+
+def diffusion_names() -> list[str]:
+    """Names of drawn models of diffusers."""
+    import diffusers
+
+    named = _named()
+    models = [name for name, module in diffusers._class_to_module.items() if module.startswith("models")]
+    return [f"diffusers:{name}" for name in models if name not in named and re.search(_DIFFUSION_KINDS, name)]
 
 
 def drawn(seed: int) -> Iterator[str]:
@@ -343,6 +576,8 @@ def drawn(seed: int) -> Iterator[str]:
                 models = names[kind]
                 pairs.append((config, models if isinstance(models, str) else models[0]))
         pool[task] = sorted(set(pairs))
+    diffusion = diffusion_names()
+    random.Random(seed).shuffle(diffusion)
     taken: set[str] = set()
     while any(pool.values()):
         task = generator.choice(TASKS)
@@ -352,10 +587,14 @@ def drawn(seed: int) -> Iterator[str]:
         if config not in taken:
             taken.add(config)
             yield f"{task}:{config}:{model}:{int(generator.random() < 0.7)}"
+            if diffusion and len(taken) % 2 == 0:
+                yield diffusion.pop()
 
 
 def entry_of(name: str) -> Entry:
     """The entry of a drawn model. Its first build finds the inputs."""
+    if name.startswith("diffusers:"):
+        return _diffusion_entry(name)
     task, config_name, model_name, has_labels = name.split(":")
     state: dict[str, Any] = {}
 
@@ -372,6 +611,23 @@ def entry_of(name: str) -> Entry:
             state["inputs"] = fitting_inputs(model, config, task, bool(int(has_labels)))
             torch.manual_seed(0)
             model = model_kind._from_config(kind.from_dict(shrunk(kind().to_dict())))
+        return model, ((), copy.deepcopy(state["inputs"]))
+
+    return Entry(name, "drawn", make)
+
+
+def _diffusion_entry(name: str) -> Entry:
+    state: dict[str, Any] = {}
+
+    def make() -> tuple[nn.Module, Call]:
+        import diffusers
+
+        kind = getattr(diffusers, name.removeprefix("diffusers:"))
+        model, settings = _small_diffusion_model(kind)
+        if "inputs" not in state:
+            state["inputs"] = fitting_diffusion_inputs(kind, settings)
+            torch.manual_seed(0)
+            model, _ = _small_diffusion_model(kind)
         return model, ((), copy.deepcopy(state["inputs"]))
 
     return Entry(name, "drawn", make)
