@@ -458,6 +458,12 @@ RUNTIME = (
         "behaviour/test_whole.py::test_a_tuple_that_forward_reads_keeps_its_length",
     ),
     Mutant(
+        "tracing/verify/sample_rows.py",
+        "if all(x.shape == runs[-1][place].shape for place, x in runs[0].items()):",
+        "if True:",
+        "behaviour/test_rows_per_sample.py::test_positions_of_tokens_are_whole_if_their_number_divides_by_the_samples",
+    ),
+    Mutant(
         "tracing/record/opaque_call.py",
         "getattr(replica, name)(*args, **kwargs)",
         "method(replica, *args, **kwargs)",

@@ -144,6 +144,20 @@ def test_a_table_of_another_size_is_kept_whole(rows: int) -> None:
             assert fxpipe.verify(pipe, x, table, target=target, loss_fn=F.mse_loss)
 
 
+def test_positions_of_tokens_are_whole_if_their_number_divides_by_the_samples() -> None:
+    """Flux 2 computes its rotary embedding of `img_ids` and `txt_ids`, which no sample has a part of."""
+
+    class Rotary(Tiles):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+            angles = torch.cat([more, ids]).float() * 0.01
+            return self.last(torch.relu(self.sample(x)) * angles.cos() + self.rows(x) * angles.sin())
+
+    ids, more = torch.arange(16 * D).view(16, D), torch.arange(8 * D).view(8, D)
+    with fxpipe.pipeline(Rotary(), workers(2), 2, example_args=(torch.randn(4, 24, D), ids, more)) as pipe:
+        for samples in (4, 3, 2):
+            assert fxpipe.verify(pipe, torch.randn(samples, 24, D), ids, more)
+
+
 @pytest.mark.anywhere
 def test_gradients_of_rows_go_to_their_input() -> None:
     x, tiles = inputs_of(5, 3)

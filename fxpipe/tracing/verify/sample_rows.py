@@ -38,7 +38,7 @@ from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_rng, preserve_state
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError, base_opname, dependencies_of
-from fxpipe.tracing.shapes.input_values import shared_values
+from fxpipe.tracing.shapes.input_values import InputValues, shared_values
 from fxpipe.tracing.shapes.output_dims import with_out_dims
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.equivalence import is_close, take_samples
@@ -140,7 +140,7 @@ def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dim
         return traced, is_told
     output = traced.graph.output_node()
     ways = [(traced, output.args, refusal, is_told)]
-    if shared := shared_values(traced):  # from here on the same in all micro-batches
+    if shared := _of_any_batch(traced, leaves):  # from here on the same in all micro-batches
         with contextlib.suppress(ArgumentError):
             headed = with_out_dims(replace(traced, shared=shared), out_dims)
             other, is_for_all = _refusal_of(headed, leaves, chunks)
@@ -153,6 +153,19 @@ def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dim
         except ArgumentError as error:
             failure = error
     raise failure
+
+
+def _of_any_batch(traced: Traced, leaves: Sequence[Any]) -> frozenset[fx.Node]:
+    """Returns the shared values; none if one has rows of samples, whose number is fixed in this graph."""
+    if not (shared := shared_values(traced)):
+        return shared
+    values = InputValues.of(traced, dict(enumerate(shared)), torch.device("cpu"))
+    sizes = {traced.batch_of(leaves), max(1, traced.batch_of(leaves) // 2)}
+    with contextlib.suppress(Exception):  # of a part
+        runs = [values(take_samples(traced, leaves, 0, size), size) for size in sizes]
+        if all(x.shape == runs[-1][place].shape for place, x in runs[0].items()):
+            return shared
+    return frozenset()
 
 
 def _refusal_of(traced: Traced, leaves: Sequence[Any], chunks: int) -> tuple[_Refusal | None, bool]:
