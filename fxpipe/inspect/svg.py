@@ -35,11 +35,12 @@ def escape_markup(text: str) -> str:
 
 def _item_markup(item: Item) -> str:
     if isinstance(item, Text):
-        values = (item.size, item.fill, item.anchor)
+        values: tuple[float | str, ...] = (item.size, item.fill, item.anchor)
         usual = (TEXT_DEFAULTS.size, TEXT_DEFAULTS.fill, TEXT_DEFAULTS.anchor)
         size, fill, anchor = ("" if own == default else own for own, default in zip(values, usual, strict=True))
-        style = {"font_size": size, "fill": fill, "text_anchor": anchor, "font_weight": "bold" if item.is_bold else ""}
-        return _element("text", escape_markup(item.text), x=item.x, y=item.y, **style)
+        style: dict[str, float | str] = {"font_size": size, "fill": fill, "text_anchor": anchor}
+        weight = "bold" if item.is_bold else ""
+        return _element("text", escape_markup(item.text), x=item.x, y=item.y, **style, font_weight=weight)
     title = _title_element(item.title) if item.title else ""
     match item:
         case Rect(x, y, width, height, fill, stroke, radius):
