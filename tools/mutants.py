@@ -458,6 +458,12 @@ RUNTIME = (
         "behaviour/test_whole.py::test_a_tuple_that_forward_reads_keeps_its_length",
     ),
     Mutant(
+        "tracing/model_state.py",
+        "            if _is_of_module_alone(module, key, value):",
+        "            if True:",
+        "behaviour/test_lazy_state.py::test_a_cached_property_of_what_forward_sets_is_not_left_from_planning",
+    ),
+    Mutant(
         "tracing/verify/sample_rows.py",
         "if all(x.shape == runs[-1][place].shape for place, x in runs[0].items()):",
         "if True:",

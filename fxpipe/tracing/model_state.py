@@ -306,8 +306,8 @@ class Snapshot:
 
     def restore(self) -> None:
         self.reshaped += [name for name, _ in self.tensors_reshaped()]
+        cached = [x for path, store, before in self.dicts for x in _cached_numbers(self.model, path, store, before)]
         for path, store, before in self.dicts:
-            before.update(_cached_numbers(self.model, path, store, before))
             for key in [*before, *(key for key in store if key not in before)]:
                 if key not in COMPUTATION_ATTRIBUTES and not _is_unchanged(before.get(key, self), store.get(key, self)):
                     self.written_attributes.append(f"{path}.{key}" if path else key)
@@ -323,6 +323,11 @@ class Snapshot:
                 (container.extend if isinstance(container, (list, deque)) else container.update)(before)
         for name, kept in self._copies:
             self._put_back(name, kept)
+        for path, key, value in cached:
+            module = self.model.get_submodule(path)
+            if _is_of_module_alone(module, key, value):  # it may stay
+                module.__dict__[key] = value
+                self.written_attributes.remove(f"{path}.{key}" if path else key)
         self._dtype_changed = torch.get_default_dtype() != self._dtype
         torch.set_default_dtype(self._dtype)
 
@@ -380,12 +385,20 @@ class Snapshot:
 
 def _cached_numbers(
     model: nn.Module, path: str, store: Mapping[str, Any], before: Mapping[str, Any]
-) -> Iterator[tuple[str, Any]]:
-    """Yields new numbers and texts of a `functools.cached_property`, computed from the module alone: they may stay."""
+) -> Iterator[tuple[str, str, Any]]:
+    """Yields the new numbers and texts of a `functools.cached_property`: path of the module, name, value."""
     for key in store.keys() - before.keys():
         kind = type(model.get_submodule(path))
         if isinstance(inspect.getattr_static(kind, key, None), cached_property) and type(store[key]) in _PLAIN:
-            yield key, store[key]
+            yield path, key, store[key]
+
+
+def _is_of_module_alone(module: nn.Module, key: str, value: Any) -> bool:
+    """Returns whether a cached property has this value in the module without what forward has set."""
+    with preserve_rng(), contextlib.suppress(Exception):
+        own = inspect.getattr_static(type(module), key).func(module)
+        return type(own) is type(value) and own == value
+    return False
 
 
 @contextlib.contextmanager

@@ -336,3 +336,22 @@ def test_a_cached_property_may_be_computed_in_any_call():
             for _ in range(4):
                 assert fxpipe.verify(pipe, torch.randn(4, 4))
             assert len(pipe._fxpipe.graphs) <= 3  # the first may be without the number
+
+
+@pytest.mark.parametrize("size", [lambda x: x.shape[0], lambda x: int(x.shape[0])])
+def test_a_cached_property_of_what_forward_sets_is_not_left_from_planning(size):
+    """Planning runs the model with other numbers of samples; the plain model would keep the number of one of them."""
+
+    class OfInput(Scaled):
+        @functools.cached_property
+        def factor(self) -> float:
+            return float(self.length)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.length = size(x)
+            return super().forward(x)
+
+    model = Model(lambda m, x: m.second(m.scaled(m.first(x))), scaled=OfInput(4, 4))
+    with pytest.raises(TraceError):
+        fxpipe.pipeline(model, workers(2), 2, example_args=(torch.randn(6, 4),))
+    assert "factor" not in model.scaled.__dict__

@@ -121,28 +121,26 @@ def record(
                 result = _record_once(recorder, args, kwargs, run)
                 has_hooks |= recorder.has_hooks
                 return result
-            except TraceError:
-                if "" in recorder.random.python_modules and not (run or options.draws_for_python):
+            except Exception as error:
+                is_drawn = "" in recorder.random.python_modules
+                if recorder.hides_sequences:
+                    options = replace(options, reads_sequences=True)
+                elif not isinstance(error, TraceError):
+                    if not recorder.sizes.was_refused_as_key:
+                        raise
+                    options = replace(options, hashes_sizes=True)
+                elif is_drawn and not (run or options.draws_for_python):
                     options = replace(options, draws_for_python=True)
-                elif "" in recorder.random.python_modules and (own := methods_to_keep(model, "")):
+                elif is_drawn and not options.whole.keys() >= {*(own := methods_to_keep(model, ""))}:
                     before, whole = options, dict.fromkeys(own, "it draws Python's or numpy's random numbers")
-                    if not whole.keys() <= options.whole.keys():
-                        options = replace(options, draws_for_python=False, whole={**options.whole, **whole})
-                        with contextlib.suppress(TraceError):
-                            return attempt()
+                    options = replace(options, draws_for_python=False, whole={**options.whole, **whole})
+                    with contextlib.suppress(TraceError):
+                        return attempt()
                     options = before
                     raise
                 elif recorder.uses_unknown and recorder.has_hooks and not options.records_hooks:
                     options = replace(options, records_hooks=True)  # a hook may have made the tensor
                 elif not recorder.writes_frozen:
-                    raise
-                return attempt()
-            except Exception:
-                if recorder.hides_sequences:
-                    options = replace(options, reads_sequences=True)
-                elif recorder.sizes.was_refused_as_key:
-                    options = replace(options, hashes_sizes=True)
-                else:
                     raise
             return attempt()
 

@@ -161,7 +161,7 @@ def _of_any_batch(traced: Traced, leaves: Sequence[Any]) -> frozenset[fx.Node]:
         return shared
     values = InputValues.of(traced, dict(enumerate(shared)), torch.device("cpu"))
     sizes = {traced.batch_of(leaves), max(1, traced.batch_of(leaves) // 2)}
-    with contextlib.suppress(Exception):  # of a part
+    with contextlib.suppress(Exception):  # a part may not run
         runs = [values(take_samples(traced, leaves, 0, size), size) for size in sizes]
         if all(x.shape == runs[-1][place].shape for place, x in runs[0].items()):
             return shared
