@@ -2529,12 +2529,6 @@ PLANNING = (
         "unit/profiling/test_skip_matmul.py::test_one_node_of_a_kind_stands_for_others_as_a_tensor_of_its_own",
     ),
     Mutant(
-        "profiling/contention.py",
-        "return max(1.0, median(samples[workers]) / median(samples[1]))",
-        "return max(1.0, median(samples[1]) / median(samples[workers]))",
-        "unit/profiling/test_contention.py::test_the_factor_is_of_the_same_step_alone_and_together",
-    ),
-    Mutant(
         "planning/cost_model.py",
         "max(size, announced.get(symbol, size))",
         "size",

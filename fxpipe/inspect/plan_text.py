@@ -34,7 +34,6 @@ from fxpipe.utils.text_table import (
 )
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
-LEAST_CONTENTION = 1.02  # shown from here on
 MAX_TEXT_PORTALS = 20  # rows: a dense network has hundreds of portals, but the largest matter
 MAX_HTML_STAGES = 64  # rows
 
@@ -169,9 +168,6 @@ def plan_facts(plan: PlanData) -> list[str]:
         _heaviest(plan),
         f"loss {human_seconds(last.loss_seconds)} of each F of stage {last.index}, beside its forward"
         if last.loss_seconds
-        else "",
-        f"workers slow each other down by {plan.contention:.2f}×: the step time includes this, the stage times do not"
-        if plan.contention >= LEAST_CONTENTION
         else "",
     ]
     return list(filter(None, lines))

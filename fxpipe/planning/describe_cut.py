@@ -286,7 +286,6 @@ def plan_of_cut(
         heaviest=heaviest_node(cut, samples),
         operations=tuple(operations) if knows_work else (),
         processes=settings.processes,
-        contention=max(profile.contention for profile in cut.profiles),
         cluster=settings.cluster,
         **sizes_of_plan,
     )

@@ -224,7 +224,6 @@ def _profile_kinds(
                 second=1 if settings.largest_micro_batch(batch) == 1 else None,  # only size 1 will run
                 budget=settings.profile_budget / len(kinds),
                 threads=threads,
-                workers=sum(worker.type == "cpu" for worker in settings.workers) or 1,
                 hardware=settings.hardware,
                 device=device if settings.hardware is None else None,
                 **loss,

@@ -24,7 +24,6 @@ from torch import fx, nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, NodeWork, parse_hardware
-from fxpipe.profiling.contention import LEAST_SECONDS, cpu_contention
 from fxpipe.profiling.flops import work_of
 from fxpipe.profiling.formulas import (
     bytes_of_values,
@@ -78,7 +77,6 @@ def profile(
     budget: float = 10.0,
     repeats: int = 5,
     threads: int | None = None,
-    workers: int = 1,
     hardware: str | Hardware | None = None,
     device: torch.device | str | None = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -98,8 +96,6 @@ def profile(
         repeats: minimum number of runs of a node for the median; more if the times disagree.
         threads: number of torch's threads while measuring; a pipeline worker has a share of the cores only. Default:
             unchanged.
-        workers: number of workers that will run at the same time; on a CPU their slow-down of each other is measured
-            (`Profile.contention`).
         hardware: estimate the seconds for this hardware instead of measuring: a name in `fxpipe.hardware.HARDWARE` or
             a `Hardware`. Default for a model or inputs without values: "a100-80gb".
         device: device to measure on. The model stays on its device; tensors are copied one by one, so the model need
@@ -114,13 +110,7 @@ def profile(
         LossError: `loss_fn` does not return a loss.
         Exception: raised by a node or `loss_fn` on these inputs, with a note.
     """
-    numbers = {
-        "micro_batch": micro_batch,
-        "second": second,
-        "threads": threads,
-        "repeats": repeats,
-        "workers": workers,
-    }
+    numbers = {"micro_batch": micro_batch, "second": second, "threads": threads, "repeats": repeats}
     for name, number in numbers.items():
         if number is not None:
             parse_count(name, number)
@@ -149,7 +139,6 @@ def profile(
         phase("counting operations")
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
-        contention = 1.0
         if chosen is not None:
             points = [here, *(here._replace(b=size) for size in itertools.islice(others, 1))]
 
@@ -174,9 +163,6 @@ def profile(
                     budget=budget,
                     loss=loss,
                 )
-                total = sum(one.forward_seconds + one.backward_seconds for one in timings[here].values())
-                if place.type == "cpu" and total >= LEAST_SECONDS:
-                    contention = cpu_contention(workers, torch.get_num_threads())
     end, works = traced.graph.output_node(), _works(effects, counts, here)
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in timings[here].items()}, micro_batch)
@@ -239,7 +225,6 @@ def profile(
         traced.fingerprint(),
         of_loss,
         here.others,
-        contention,
     )
 
 

@@ -99,7 +99,6 @@ class Profile:
     fingerprint: str = ""  # of the graph (`Traced.fingerprint`); empty if unknown
     loss: NodeCost | None = None  # cost of the loss of the outputs; None: unknown, or a part of the model
     sizes: tuple[tuple[str, int], ...] = ()  # dynamic sizes for which `seconds` holds, by name
-    contention: float = 1.0  # factor on `seconds` while all workers are busy, on CPUs
 
     @property
     def lengths(self) -> tuple[tuple[sympy.Symbol, int], ...]:
@@ -198,7 +197,7 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 # `utils/polynomial_bound.py` bounds formulas that are not polynomials. A file is checked against the types of the
 # fields (`utils.files`) and for consistency.
 
-PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 8
+PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 9
 
 
 def _parse_profile(document: Any) -> Profile:
@@ -228,7 +227,6 @@ def _check_profile(profile: Profile) -> None:
     wrong = {
         "micro_batch": not 1 <= profile.micro_batch <= MOST_SAMPLES,
         "sizes": "b" in names or not all(name.isidentifier() and size >= 1 for name, size in profile.sizes),
-        "contention": profile.contention < 1,
         "seconds": any(min(time.fixed, time.per_sample) < 0 for time in seconds),
         "saved": not all(-1 <= one.maker < n and _are_ascending(one.savers, n) for one in profile.saved),
         "operations": any(c < 0 for one in operations for p in (one.flops, one.moved) for _, c in p.terms),

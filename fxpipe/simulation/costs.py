@@ -65,7 +65,6 @@ class StageCost:
     action: float = 0.0  # overhead of each F, R, B and W in seconds, to start the stage and pass its inputs
     loss: float = 0.0  # seconds of the loss in each F, in addition to `forward`: forward, and backward to the outputs
     host: HostCost | None = None  # None: no host cost
-    contention: float = 1.0  # factor by which F, R, B and W slow down while all devices with such stages are busy
     reduction: float = 0.0  # seconds to reduce its gradients over replicas, once per step
     reduction_buckets: int = 1  # number of parts of equal size that are reduced one by one
 
@@ -153,8 +152,6 @@ def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], coun
         _check_numbers(f"stages[{j}]", StageCost, stage)
         if stage.host is not None:
             _check_numbers(f"stages[{j}].host", HostCost, stage.host)
-        if stage.contention < 1:
-            raise ArgumentError(f"stages[{j}].contention={stage.contention!r} is no factor; give 1 or more")
         if stage.weight is not None and stage.weight > stage.backward:
             raise ArgumentError(
                 f"stages[{j}].weight={stage.weight!r} is more than its backward={stage.backward!r}, of which it is a "

@@ -12,13 +12,11 @@ from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import Action, ActionKind, Schedule
 from fxpipe.simulation.costs import StageCost, Transfer
 from fxpipe.simulation.events import (
-    CONTENTION_ROUNDS,
     EventSimulation,
     HostJob,
     ReductionSpan,
     StartedAction,
     action_durations,
-    contended_durations,
     dependency_edges,
     device_by_stage,
     handling_seconds,
@@ -626,15 +624,8 @@ def simulate_checked(
     """Simulates a valid schedule with valid costs; see `simulate_schedule`."""
     ways, hosts = dependency_edges(schedule, transfers), tuple(stage.host for stage in stages)
     handling = handling_seconds(schedule, transfers)
-
-    def walk(seconds: dict[Action, float]) -> list[list[StartedAction]]:
-        one = EventSimulation(schedule, seconds, ways, overlaps, hosts, one_interpreter, handling)
-        return one.run()
-
     durations = action_durations(schedule, stages)
-    begun = walk(durations)
-    for _ in range(CONTENTION_ROUNDS if any(stage.contention > 1 for stage in stages) else 0):
-        begun = walk(contended_durations(durations, begun, stages))
+    begun = EventSimulation(schedule, durations, ways, overlaps, hosts, one_interpreter, handling).run()
     reductions = reductions_of(begun, stages)
     return Simulation(
         schedule,

@@ -44,7 +44,7 @@ ARGUMENTS = {
         dynamic_shapes out_dims leaf_modules check progress data_parallel mesh processes
     """,
     "profile": """
-        traced args kwargs * micro_batch second budget repeats threads workers hardware device
+        traced args kwargs * micro_batch second budget repeats threads hardware device
         loss_fn target progress
     """,
     "trace": """

@@ -9,8 +9,8 @@ A step is long enough to be disturbed nearly always, and waits for whichever wor
 three ways: as they are, the fastest of a round, and the undisturbed step of `processor_time.py`. Where the first is far
 from the last, the machine is not quiet, and the figure says nothing of the plan.
 
-Two cores at work may also slow each other down, while the profile is taken with one. How much, is measured in each
-round: a loop of forward and backward alone, and two of them at once in two threads, each by its processor time.
+Two cores at work may also slow each other down, which a plan does not know: its profile is of one core. How much, is
+measured in each round: a loop of forward and backward alone, and two of them at once in two threads, each by its processor time.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ class Subject:
             real.kwargs,
             micro_batch=smallest,
             threads=1,
-            workers=WORKERS,
             loss_fn=real.loss_fn,
             target=real.target,
         )
@@ -186,7 +185,7 @@ def with_seconds(plan: Plan, profile: Profile, samples: int) -> Plan:
     if profile.loss is not None:
         of_loss = (profile.loss.forward + profile.loss.backward).at(samples)
         stages[-1] = replace(stages[-1], loss_seconds=of_loss)
-    return replace(plan, stages=tuple(stages), contention=profile.contention)
+    return replace(plan, stages=tuple(stages))
 
 
 def measure_rounds(subjects: dict[str, Subject], rounds: int, warm_up: int = 1) -> None:

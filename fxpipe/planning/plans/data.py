@@ -222,7 +222,6 @@ class PlanData:
     heaviest: HeaviestNode | None = None  # bounds the balance: no stage is faster than its slowest node
     operations: tuple[Operation, ...] = ()  # operations of the stages (`StagePlan.work`); empty: unknown
     sizes: tuple[PlannedSize, ...] = ()  # dynamic sizes for which figures are given; empty: all sizes are fixed
-    contention: float = 1.0  # slowdown of CPU stages, relative to the measurement, while all of them run
     processes: bool = False  # True: each device has its own process; False: one interpreter queues for all
     cluster: Cluster | None = None  # devices of the pipeline and its replicas; None: local devices
     # By worker, the devices of replicas that take micro-batches in turn (`Cluster.replicas`); empty: no such replicas.
@@ -343,7 +342,6 @@ class PlanData:
             working_bytes=sizes.working_at(here),
             update=stage.update_seconds,
             loss=stage.loss_seconds,
-            contention=self.contention if stage.device.partition(":")[0] == "cpu" else 1.0,
             host=self._host(stage),
             reduction=reduction,
             reduction_buckets=buckets,

@@ -135,7 +135,6 @@ def retarget_plan(plan: PlanT, hardware: Hardware, cluster: Cluster | None = Non
         stages=tuple(_retarget_stage(plan, stage, devices[stage.index], hardware) for stage in plan.stages),
         devices=devices,
         estimated_for=hardware.name,
-        contention=1.0,
         bottlenecks=(),
         heaviest=None,
     )

@@ -159,13 +159,12 @@ def test_files_of_another_kind_are_refused(tmp_path, content):
 
 SECONDS = {"fixed": 1.0, "per_sample": 2.0, "growing": []}
 CHANGES = [
-    (("version",), 1, "version 1, and this fxpipe reads version 8: profile again"),
+    (("version",), 1, "version 1, and this fxpipe reads version 9: profile again"),
     (("micro_batch",), 0, "its micro_batch cannot be"),
     (("micro_batch",), 1.0, r"micro_batch is 1.0: expected int"),
     (("micro_batch",), 10**400, "its micro_batch cannot be"),
     (("device",), None, "device is None: expected str"),
     (("fingerprint",), 5, "fingerprint is 5: expected str"),
-    (("contention",), 0.5, "its contention cannot be"),
     (("sizes",), [["b", 3]], "its sizes cannot be"),
     (("nodes",), {}, "nodes is a dict: expected a list"),
     (("nodes", 0), [], r"nodes\[0\] is a list: expected an object"),
