@@ -26,13 +26,6 @@ def forbids_saved_tensor_hooks(error: RuntimeError) -> bool:
     return "saved tensor hooks" in str(error)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True if an allocator raises this; the CPU's allocator has no specific type."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
-    )
-
-
 def requested_bytes(error: BaseException) -> int | None:
     """Returns the bytes requested from the allocator that raised this; None if not in the message."""
     request = re.search(r"allocate (\d+) bytes", str(error))
@@ -42,7 +35,8 @@ def requested_bytes(error: BaseException) -> int | None:
 def allocator_error(error: BaseException | None) -> BaseException | None:
     """Returns the allocator's error in the chain of causes of an error; None if not found."""
     while error is not None:
-        if is_out_of_memory(error):
+        is_of_cpu = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)  # has no type
+        if is_of_cpu or isinstance(error, MemoryError):
             return error
         error = error.__cause__ or error.__context__
     return None

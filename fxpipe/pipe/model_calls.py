@@ -86,16 +86,13 @@ def refuse_written(versions: Iterable[tuple[torch.Tensor, int]], what: str, read
 
 def parse_call(item: Any, what: str) -> ModelCall:
     """Parses one call. `what`: its name in messages, such as "micro-batch 3"."""
-    if isinstance(item, (torch.Tensor, Mapping)):
-        return _call_of(item, None, what)
-    if type(item) in (tuple, list) and len(item) == 2:
-        return _call_of(item[0], item[1], what)
-    if type(item) in (tuple, list) and len(item) == 3 and type(item[0]) in (tuple, list) and _is_dict(item[1]):
+    is_sequence, inputs, target = type(item) in (tuple, list), item, None
+    if is_sequence and len(item) == 3 and type(item[0]) in (tuple, list) and _is_dict(item[1]):
         return ModelCall(tuple(item[0]), dict(item[1]), _target_of(item[2]))
-    raise ArgumentTypeError(f"{what} is {_described(item)}; expected {FORMS}")
-
-
-def _call_of(inputs: Any, target: Any, what: str) -> ModelCall:
+    if is_sequence and len(item) == 2:
+        inputs, target = item
+    elif not isinstance(item, (torch.Tensor, Mapping)):
+        raise ArgumentTypeError(f"{what} is {_described(item)}; expected {FORMS}")
     if isinstance(inputs, torch.Tensor):
         return ModelCall((inputs,), {}, _target_of(target))
     if type(inputs) in (tuple, list):

@@ -39,9 +39,9 @@ _lock = threading.Lock()
 def pipeline_class(base: type[nn.Module], kind: type[nn.Module]) -> type[Any]:
     """Returns the class of pipes of models of class `kind`, a subclass of both; `base` is the class of pipes."""
     with _lock:
-        if (base, kind) not in _classes:
-            result = _classes[base, kind] = _make_class(base, kind)  # `result` keeps the class alive
-        result = _classes[base, kind]
+        result = _classes.get((base, kind))
+        if result is None:
+            result = _classes[base, kind] = _make_class(base, kind)
         return result
 
 

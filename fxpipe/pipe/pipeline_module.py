@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -54,29 +53,22 @@ def pipeline_lines(model: str, settings: Settings, plan: Plan | None) -> list[st
     heads = [head] if settings.processes or settings.schedule == DROP_IN_SCHEDULE else [head, DROP_IN_LINE]
     if plan is None:
         return [*heads, "no plan yet: it plans at the first call"]
-    stage_lines = [
-        f"stage {stage.index} on {stage.device}: {_stage_content(plan, stage.index)}, "
-        f"{count_text(len(stage.nodes), 'node')}, {human_bytes(stage.parameter_bytes)}, "
-        f"{human_seconds(stage.forward_seconds)} + {human_seconds(stage.backward_seconds)}"
-        for stage in plan.stages
-    ]
+    from fxpipe.inspect.stage_graph import node_groups_of
+
+    stage_lines = []
+    for stage in plan.stages:
+        groups = node_groups_of(stage, 1, 0.0)  # its first and its last module
+        stage_lines.append(
+            f"stage {stage.index} on {stage.device}: {groups[0].name if groups else 'nothing'}, "
+            f"{count_text(len(stage.nodes), 'node')}, {human_bytes(stage.parameter_bytes)}, "
+            f"{human_seconds(stage.forward_seconds)} + {human_seconds(stage.backward_seconds)}"
+        )
     if len(stage_lines) > MAX_PRINTED_STAGES:
         left_out = len(stage_lines) - MAX_PRINTED_STAGES
         stage_lines[MAX_PRINTED_STAGES - 1 : -1] = [
             f"... {count_text(left_out, 'more stage')}, as print(pipe.plan) shows"
         ]
     return [*heads, *stage_lines]
-
-
-def pipeline_html(model: str, settings: Settings, plan: Plan | None) -> str:
-    """Returns the summary and the plan of a pipe as HTML, for notebooks."""
-    from fxpipe.inspect.plan_text import plan_html
-    from fxpipe.inspect.svg import notebook_note, notebook_view
-
-    first, *rest = pipeline_lines(model, settings, plan)
-    if plan is None:
-        return notebook_view("Pipeline", first, *map(notebook_note, rest))
-    return notebook_view("Pipeline", first) + plan_html(plan)
 
 
 def schedule_name(settings: Settings) -> str:
@@ -97,14 +89,6 @@ def passed_by_text(forward: Callable[..., Any]) -> str:
         "to fxpipe.pipeline; or let the new forward call the old one. A trainer that replaces it, as those of TRL do, "
         "gets the model, and then the pipe: trainer.model = trainer.model_wrapped = fxpipe.pipeline(trainer.model, ...)"
     )
-
-
-def _stage_content(plan: Plan, stage: int) -> str:
-    """Names the first and the last module of a stage."""
-    from fxpipe.inspect.stage_graph import node_groups_of
-
-    groups = node_groups_of(plan.stages[stage], 1, 0.0)
-    return groups[0].name if groups else "nothing"
 
 
 READABLE_OPTIONS: dict[str, Callable[[Settings], Any]] = {  # unless the model has such an attribute
@@ -500,7 +484,14 @@ class Pipeline(nn.Module):
         return "\n".join(pipeline_lines(type(self._fxpipe_model).__name__, self._fxpipe.settings, self._fxpipe.plan))
 
     def _repr_html_(self) -> str:
-        return pipeline_html(type(self._fxpipe_model).__name__, self._fxpipe.settings, self._fxpipe.plan)
+        from fxpipe.inspect.plan_text import plan_html
+        from fxpipe.inspect.svg import notebook_note, notebook_view
+
+        plan = self._fxpipe.plan
+        first, *rest = pipeline_lines(type(self._fxpipe_model).__name__, self._fxpipe.settings, plan)
+        if plan is None:
+            return notebook_view("Pipeline", first, *map(notebook_note, rest))
+        return notebook_view("Pipeline", first) + plan_html(plan)
 
     # -- Lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -577,7 +568,10 @@ class Pipeline(nn.Module):
         for place, target in moves.items():
             if target != place and (target in own or (target.type == "cpu" and place in own)):  # as trainers do
                 self._fxpipe.keep_on_stages(target)
-                stay = functools.partial(_without_move, fn)
+
+                def stay(tensor: torch.Tensor) -> torch.Tensor:  # changes the dtype of a tensor with values only
+                    return tensor.to(fn(tensor.new_empty(0)).dtype) if has_values(tensor) else fn(tensor)
+
                 return self._apply(stay, recurse) if any(stay(tensor) is not tensor for tensor in tensors) else self
             if target != place:
                 raise StateError(
@@ -615,11 +609,6 @@ def refuse_option_as_attribute(model: nn.Module, name: str, value: Any) -> None:
         f"options. Write {remedy}. An attribute of the model of that name is set on the model: "
         f"fxpipe.unwrap(pipe).{name} = ..."
     )
-
-
-def _without_move(fn: Callable[..., Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Applies the dtype change of `fn` to a tensor that has values, but leaves the tensor on its device."""
-    return tensor.to(fn(tensor.new_empty(0)).dtype) if has_values(tensor) else fn(tensor)
 
 
 @contextmanager

@@ -360,7 +360,7 @@ class OptimizerStateMover:
         self._seen.clear()
         model = self._model()
         if self._hook is None and model is not None:
-            self._hook = register_optimizer_step_pre_hook(self._before_step)
+            self._hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.follow(optimizer))
             weakref.finalize(model, self._hook.remove)
 
     def close(self) -> None:
@@ -390,9 +390,6 @@ class OptimizerStateMover:
                     for key, value in state.items():
                         if key != "step" or is_step_on_device:
                             state[key] = _follow(value, before, parameter.device)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.follow(optimizer)
 
 
 def _follow(value: Any, before: set[torch.device], device: torch.device) -> Any:

@@ -120,18 +120,15 @@ class MissingGraph(NamedTuple):
 class GraphCache(list[CachedGraph]):
     """The graphs of one model, oldest first."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._answers: dict[str, list[dict[str, str]]] = {}  # read -> answer, by graphs that are equal otherwise
-        self._warned = False
+    has_warned = False
 
     def add(self, graph: CachedGraph) -> None:
         """Adds a graph; drops the oldest if there are too many. Warns once if each step may need another."""
         self.append(graph)
         del self[:-MAX_GRAPHS]
         for text in (self._many_values, self._many_python_values, self._many_sizes):
-            if not self._warned and (message := text(graph.traced, type(graph.traced.model).__name__)) is not None:
-                self._warned = True
+            if not self.has_warned and (message := text(graph.traced, type(graph.traced.model).__name__)) is not None:
+                self.has_warned = True
                 warn_user(message)
 
     def _of_key(self, key: GraphKey) -> list[Traced]:
@@ -180,11 +177,12 @@ class GraphCache(list[CachedGraph]):
         return None
 
     def _many_values(self, traced: Traced, model: str) -> str | None:
-        if not traced.guards or not traced.guards.guards:
-            return None
-        shapes = tuple((leaf.path, leaf.dtype, leaf.shape[1:], leaf.constant) for leaf in traced.leaves)
-        seen = self._answers.setdefault(repr((traced.flags, traced.state, shapes)), [])
-        seen.append({f"{guard.text} at {guard.where}": repr(guard.expected) for guard in traced.guards.guards})
+        same = [other for other in self._of_key(traced.key) if _sizes(other) == _sizes(traced)]
+        seen = [
+            {f"{guard.text} at {guard.where}": repr(guard.expected) for guard in other.guards.guards}
+            for other in same
+            if other.guards is not None and other.guards.guards
+        ]
         if len(seen) <= MANY_VALUE_GRAPHS:
             return None
         reads = [read for read in seen[-1] if len({answers.get(read) for answers in seen}) > 1]
@@ -435,7 +433,14 @@ class Programs:
             refuse_other_answers(graph.traced.input_reads, flatten((args, kwargs))[0])
             return graph
         except Exception as error:
-            _add_batch_size_note(error, self.model, args, kwargs)
+            leaves = input_leaves(self.model, args, kwargs)[0] if not isinstance(error, FxpipeError) else []
+            sizes = {leaf.path: leaf.shape[0] for leaf in leaves if leaf.shape}
+            if len({*sizes.values()}) > 1:
+                error.add_note(
+                    "fxpipe: inputs differ in dimension 0 "
+                    f"({', '.join(f'{path}: {size}' for path, size in sizes.items())}); if it holds the batch, give "
+                    "all the same number of samples"
+                )
             raise
 
     def _make_first_graph(self, call: ModelCall, seed: int, count: int | None) -> CachedGraph | None:
@@ -498,21 +503,16 @@ class Programs:
             )
 
 
-def _add_batch_size_note(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Adds a note to an error of the model if its inputs disagree on the batch size."""
-    if isinstance(error, FxpipeError):
-        return
-    sizes_by_path = [(leaf.path, leaf.shape[0]) for leaf in input_leaves(model, args, kwargs)[0] if leaf.shape]
-    if len({size for _, size in sizes_by_path}) > 1:
-        sizes = ", ".join(f"{path}: {size}" for path, size in sizes_by_path)
-        error.add_note(
-            f"fxpipe: inputs differ in dimension 0 ({sizes}); if it holds the batch, give all the same number of "
-            "samples"
-        )
-
-
 def bind_program(prepared: PreparedGraph, settings: Settings) -> BoundProgram:
     traced, devices = prepared.traced, settings.devices
+    requires_grad = {} if traced.effects is None else traced.effects.requires_grad
+    # Outputs from which the model itself computes values that require grad.
+    used_outputs = frozenset(
+        place
+        for place, node in enumerate(traced.outputs)
+        if isinstance(node, fx.Node)
+        and (node in {*traced.pieces} or any(requires_grad.get(user) for user in node.users))
+    )
     return BoundProgram(
         prepared.program,
         wire_program(prepared.program),
@@ -528,7 +528,7 @@ def bind_program(prepared: PreparedGraph, settings: Settings) -> BoundProgram:
         combinations=tuple(one.on(devices[-1]) for one in traced.combinations),
         known_pieces=InputValues.of_pieces(traced, devices[-1]) if traced.combinations else None,
         head=traced.head.on(devices[0]) if isinstance(traced.head, InputValues) else None,
-        used_outputs=_used_outputs(traced),
+        used_outputs=used_outputs,
         moving_buffers=_moving_buffers(prepared),
         is_whole=traced.is_whole,
         replicas=_replicas_of(prepared, settings),
@@ -549,14 +549,6 @@ def _replicas_of(prepared: PreparedGraph, settings: Settings) -> tuple[tuple[Sta
         tuple(StageReplica(device, programs[turn].stages[j]) for turn, device in enumerate(own))
         for j, own in enumerate(by_stage)
     )
-
-
-def _used_outputs(traced: Traced) -> frozenset[int]:
-    """Returns the places of the outputs from which the model itself computes values that require grad."""
-    requires_grad = {} if traced.effects is None else traced.effects.requires_grad
-    nodes = ((place, node) for place, node in enumerate(traced.outputs) if isinstance(node, fx.Node))
-    pieces = {*traced.pieces}
-    return frozenset(p for p, node in nodes if node in pieces or any(requires_grad.get(user) for user in node.users))
 
 
 def _moving_buffers(prepared: PreparedGraph) -> tuple[str, ...]:

@@ -86,6 +86,9 @@ class Difference:
     def is_rounding(self) -> bool:
         return self.size <= self.allowed
 
+    def excess(self) -> float:
+        return self.size / (self.allowed or 1e-300)
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:
@@ -101,11 +104,16 @@ class Verification:
     def wrong(self) -> tuple[Difference, ...]:
         """The differences that rounding does not explain, in descending order."""
         wrong = [difference for difference in self.differences if not difference.is_rounding]
-        return tuple(sorted(wrong, key=lambda d: -d.size / (d.allowed or 1e-300)))
+        return tuple(sorted(wrong, key=Difference.excess, reverse=True))
 
     def __str__(self) -> str:
         kinds = dict.fromkeys(difference.kind for difference in self.differences)
-        rows = [_kind_row(kind, [d for d in self.differences if d.kind == kind]) for kind in kinds]
+        rows = []
+        for kind in kinds:
+            of_kind = [d for d in self.differences if d.kind == kind]
+            worst = max(of_kind, key=Difference.excess)
+            where = f"{shorten_name(worst.name)}{worst.where}" if worst.size else ""
+            rows.append([kind, str(len(of_kind)), f"{worst.size:.1e}", f"{worst.allowed:.1e}", where])
         differs = "differs" if len(self.wrong) == 1 else "differ"
         verdict = "equal within rounding" if self else f"{count_text(len(self.wrong), 'tensor')} {differs}"
         texts = [
@@ -121,12 +129,6 @@ class Verification:
             if len(self.wrong) > MAX_SHOWN:
                 texts.append(f"and {len(self.wrong) - MAX_SHOWN} more: report.wrong has them all")
         return "\n\n".join(texts)
-
-
-def _kind_row(kind: str, differences: Sequence[Difference]) -> list[str]:
-    worst = max(differences, key=lambda d: d.size / (d.allowed or 1e-300))
-    where = f"{shorten_name(worst.name)}{worst.where}" if worst.size else ""
-    return [kind, str(len(differences)), f"{worst.size:.1e}", f"{worst.allowed:.1e}", where]
 
 
 def verify(
@@ -207,7 +209,8 @@ def verify(
         want, moved = step.of_plain_model(calls, bound.devices[0])
         have = step.of_pipe(pipe, calls)
     finally:
-        step.put_back()
+        for leaf, gradient in step.loss_leaves.values():
+            leaf.grad = gradient
     return Verification(compare(want, have, moved), reference)
 
 
@@ -318,7 +321,6 @@ class _Step:
                 if unit:
                     of_loss = [leaf for leaf, _ in self.loss_leaves.values()]
                     stack.enter_context(_moved_by_rounding([*model.parameters(), *inputs.values(), *of_loss], unit))
-                    stack.enter_context(_gradients_moved_by_rounding(unit))
                 for i, call in enumerate(calls):
                     draws = SeededDraws(mix_seed(seed, i), device, DrawStream(seed), self.draws_from_stream)
                     with draws, draws.as_one_node(model, self.opaque):
@@ -364,10 +366,6 @@ class _Step:
         values |= {Name("buffer", name): buffer for name, buffer in self.model.named_buffers()}
         values |= {Name("input", name): value for name, value in inputs.items()}
         return {n: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
-
-    def put_back(self) -> None:
-        for leaf, gradient in self.loss_leaves.values():
-            leaf.grad = gradient
 
     def _inputs(self, calls: Sequence[ModelCall]) -> dict[str, torch.Tensor]:
         inputs: dict[str, torch.Tensor] = {}
@@ -481,26 +479,13 @@ class SeededDraws(TorchFunctionMode):
 
 @contextmanager
 def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator[None]:
-    """A block in which each number of these tensors is moved by at most one unit of rounding."""
-    generator = torch.Generator().manual_seed(0)
-    before = [(t, t.data) for t in tensors if t.is_floating_point() or t.is_complex()]
-    try:
-        for tensor, data in before:
-            noise = torch.rand(data.shape, generator=generator).to(data.device) * 2 - 1
-            replace_data(tensor, (data * (1 + unit * noise)).to(data.dtype))
-        yield
-    finally:
-        for tensor, data in before:
-            replace_data(tensor, data)
-
-
-@contextmanager
-def _gradients_moved_by_rounding(unit: float) -> Iterator[None]:
-    """A block in which each number of the gradients of module outputs is moved by at most one unit of rounding.
+    """A block in which numbers of these tensors and of gradients of module outputs are moved by one unit of rounding.
 
     The gradient of a bias is a sum, which may cancel: its rounding errors are the errors of its terms. The
     noise is added to modules of the model and of the loss that this thread calls; each call has its own errors.
     """
+    generator = torch.Generator().manual_seed(0)
+    before = [(t, t.data) for t in tensors if t.is_floating_point() or t.is_complex()]
     thread, calls = threading.get_ident(), itertools.count(1)
 
     def move(call: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -519,9 +504,14 @@ def _gradients_moved_by_rounding(unit: float) -> Iterator[None]:
 
     handle = register_module_forward_hook(hook)
     try:
+        for tensor, data in before:
+            noise = torch.rand(data.shape, generator=generator).to(data.device) * 2 - 1
+            replace_data(tensor, (data * (1 + unit * noise)).to(data.dtype))
         yield
     finally:
         handle.remove()
+        for tensor, data in before:
+            replace_data(tensor, data)
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------

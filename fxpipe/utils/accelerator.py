@@ -69,7 +69,10 @@ def _find_missing_support(device: torch.device) -> str | None:
         ("events with times (torch.Event)", lambda device: record_event(current_stream(device), timing=True)),
         ("random generators (torch.Generator)", torch.Generator),
         ("its own random generator (default_generators or get_rng_state)", _try_generator),
-        ("tensors that remember a stream (Tensor.record_stream)", _try_record_stream),
+        (  # a tensor without memory: all may be in use
+            "tensors that remember a stream (Tensor.record_stream)",
+            lambda device: torch.empty(0, device=device).record_stream(current_stream(device)),
+        ),
     )
     for name, attempt in needed:
         try:
@@ -82,10 +85,6 @@ def _find_missing_support(device: torch.device) -> str | None:
 
 def _try_generator(device: torch.device) -> None:
     default_generator(device).get_state()
-
-
-def _try_record_stream(device: torch.device) -> None:
-    torch.empty(0, device=device).record_stream(current_stream(device))  # takes no memory: all may be in use
 
 
 def with_index(device: torch.device) -> torch.device:

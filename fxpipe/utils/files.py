@@ -119,9 +119,21 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         return _read_dataclass(kind, value, where)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
-        return _read_one_of(inner, value, where)
+        problems = []
+        for one in inner:
+            try:
+                return _read(one, value, where)
+            except ArgumentError as error:
+                problems.append(str(error))
+        raise ArgumentError(" or ".join(problems))
     if origin is tuple:
-        return _read_tuple(inner, value, where)
+        if not isinstance(value, list):
+            raise ArgumentError(f"{where} is {shortened(value)}: expected a list")
+        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
+        if len(kinds) != len(value):
+            raise ArgumentError(f"{where} has {len(value)} entries: expected {len(kinds)}")
+        pairs = enumerate(zip(kinds, value, strict=True))
+        return tuple(_read(one, item, f"{where}[{i}]") for i, (one, item) in pairs)
     if kind is float and type(value) in (int, float):
         if not math.isfinite(value):
             raise ArgumentError(f"{where} is {value}: expected a finite number")
@@ -145,22 +157,3 @@ def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
         if is_needed and name not in value:
             raise ArgumentError(f"{where} has no field {name!r}")
     return kind(**{name: _read(hints[name], item, f"{where}.{name}") for name, item in value.items()})
-
-
-def _read_tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise ArgumentError(f"{where} is {shortened(value)}: expected a list")
-    kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
-    if len(kinds) != len(value):
-        raise ArgumentError(f"{where} has {len(value)} entries: expected {len(kinds)}")
-    return tuple(_read(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True)))
-
-
-def _read_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    problems = []
-    for kind in kinds:
-        try:
-            return _read(kind, value, where)
-        except ArgumentError as error:
-            problems.append(str(error))
-    raise ArgumentError(" or ".join(problems))

@@ -121,14 +121,10 @@ def stop_planning_threads() -> None:
             return
         if seconds > _PATIENCE_SECONDS:
             for thread in planning - broken_off:
-                _raise_in(thread)
+                raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
+                raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
             broken_off = planning
         time.sleep(_POLL_SECONDS)
-
-
-def _raise_in(thread: threading.Thread) -> None:
-    raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
 class ForkSafeLock:

@@ -119,13 +119,11 @@ class Polynomial:
 
     @classmethod
     def from_json(cls, value: Any) -> Polynomial:
-        """Reads the output of `to_json`, or the form of older plans: an object with coefficients, also inexact.
+        """Reads the output of `to_json`.
 
         Raises:
-            ArgumentError: `value` has neither form.
+            ArgumentError: `value` has another form.
         """
-        if isinstance(value, dict) and value.keys() == {"coefficients"} and isinstance(value["coefficients"], list):
-            value = [_exact_json(c) if type(c) is float else c for c in value["coefficients"]]
         if isinstance(value, list) and value and all(isinstance(term, list) for term in value):
             return cls.of(dict(map(_term_from_json, value)))
         if not isinstance(value, list) or len(value) > MAX_DEGREE + 1:
@@ -147,19 +145,16 @@ def polynomial_sum(polynomials: Iterable[Polynomial]) -> Polynomial:
 def _sympy_formula(polynomial: Polynomial) -> sympy.Expr:
     import sympy
 
-    def power_of(name: str, power: int) -> sympy.Expr:
-        return sympy.Symbol(name, integer=True, positive=True) ** power
+    def product(powers: Monomial, c: Number) -> sympy.Expr:
+        sizes = (sympy.Symbol(name, integer=True, positive=True) ** power for name, power in powers)
+        return sympy.Mul(sympy.Rational(c.numerator, c.denominator), *sizes)
 
-    return sympy.Add(
-        *(
-            sympy.Mul(sympy.Rational(c.numerator, c.denominator), *(power_of(*pair) for pair in powers))
-            for powers, c in polynomial.terms
-        )
-    )
+    return sympy.Add(*(product(*term) for term in polynomial.terms))
 
 
 def _exact(number: Any) -> Number:
-    exact = Fraction(number) if isinstance(number, int | float | Fraction) else Fraction(int(number.p), int(number.q))
+    is_plain = isinstance(number, int | float)
+    exact = Fraction(number) if is_plain else Fraction(int(number.numerator), int(number.denominator))
     return exact.numerator if exact.denominator == 1 else exact
 
 
@@ -175,19 +170,10 @@ def _power_of_b(power: int) -> Monomial:
     return (("b", power),) if power else ()
 
 
-def _monomial_text(monomial: Monomial) -> str:
-    return "*".join(name if power == 1 else f"{name}**{power}" for name, power in monomial)
-
-
 def _term_text(monomial: Monomial, c: Number) -> str:
-    number, powers = str(c) if isinstance(c, int) else f"{float(c):g}", _monomial_text(monomial)
-    if not powers:
-        return number
-    return powers if number == "1" else f"{number}*{powers}"
-
-
-def _exact_json(number: float) -> Any:
-    return "{}/{}".format(*number.as_integer_ratio()) if math.isfinite(number) else number
+    number = str(c) if isinstance(c, int) else f"{float(c):g}"
+    powers = "*".join(name if power == 1 else f"{name}**{power}" for name, power in monomial)
+    return "*".join(filter(None, ("" if powers and number == "1" else number, powers)))
 
 
 def _number_from_json(value: Any) -> Number:
@@ -251,23 +237,29 @@ def polynomial_through(counted: Sequence[tuple[int | SizePoint, int]]) -> Polyno
     >>> print(polynomial_through([(SizePoint(b, (("s", s),)), 3 * b * s + b) for b in (1, 2) for s in (4, 5, 7)]))
     3*b*s + b
     """
+    from sympy import ZZ
+    from sympy.polys.matrices import DomainMatrix
+
     if not any(count for _, count in counted):
         return ZERO
     points = tuple(tuple(_point(at).values.values()) for at, _ in counted)
     names = tuple(_point(counted[0][0]).values)
     if any(len(set(values)) == 1 for values in zip(*points, strict=True)) and len(names) > 1:
         return None  # the dependence on that size is unknown
-    counts = [count for _, count in counted]
     for degrees in _degrees(len(names)):
-        monomials = math.prod(degree + 1 for degree in degrees)
-        if len(points) <= monomials and not (degrees == (1,) and len(points) == 2):
+        powers = [*itertools.product(*(range(degree + 1) for degree in degrees))]
+        if len(points) <= len(powers) and not (degrees == (1,) and len(points) == 2):
             continue
-        basis = _basis(points, degrees)
-        if basis is not None and (numbers := basis.coefficients(counts)) is not None:
+        rows = [
+            [*(math.prod(x**p for x, p in zip(point, of, strict=True)) for of in powers), count]
+            for point, (_, count) in zip(points, counted, strict=True)
+        ]
+        reduced, pivots = DomainMatrix(rows, (len(rows), len(powers) + 1), ZZ).to_field().rref()
+        if pivots == tuple(range(len(powers))):  # the points determine all coefficients, and no point contradicts
             return Polynomial.of(
                 {
-                    tuple((name, power) for name, power in zip(names, powers, strict=True) if power): number
-                    for powers, number in zip(basis.powers, numbers, strict=True)
+                    tuple((name, power) for name, power in zip(names, of, strict=True) if power): row[-1]
+                    for of, row in zip(powers, reduced.to_list(), strict=False)
                 }
             )
     return None
@@ -282,50 +274,6 @@ def _degrees(sizes: int) -> list[tuple[int, ...]]:
     """Returns all tuples of degrees, one for each size, by ascending number of monomials."""
     every = itertools.product(range(MAX_FIT_DEGREE + 1), repeat=sizes)
     return sorted(every, key=lambda degrees: (math.prod(degree + 1 for degree in degrees), degrees))
-
-
-@dataclass(frozen=True, slots=True)
-class _FitBasis:
-    """The monomials up to some degrees, and their values at points."""
-
-    powers: tuple[tuple[int, ...], ...]  # for each monomial
-    rows: tuple[tuple[int, ...], ...]  # by point: the value of each monomial
-    chosen: tuple[int, ...]  # points that determine the coefficients, one for each monomial
-    inverse: tuple[tuple[Fraction, ...], ...]  # inverse matrix of the chosen rows
-
-    def coefficients(self, counts: Sequence[int]) -> list[Fraction] | None:
-        """Returns the coefficients of the polynomial through all points; None if it does not exist."""
-        known = [counts[place] for place in self.chosen]
-        numbers = [sum((a * count for a, count in zip(row, known, strict=True)), Fraction(0)) for row in self.inverse]
-        values = (sum(c * v for c, v in zip(numbers, row, strict=True)) for row in self.rows)
-        return numbers if all(value == count for value, count in zip(values, counts, strict=True)) else None
-
-
-@functools.lru_cache(maxsize=512)
-def _basis(points: tuple[tuple[int, ...], ...], degrees: tuple[int, ...]) -> _FitBasis | None:
-    """Returns the basis of these degrees; None if the points do not determine all coefficients."""
-    powers = tuple(itertools.product(*(range(degree + 1) for degree in degrees)))
-    rows = tuple(tuple(math.prod(x**p for x, p in zip(point, of, strict=True)) for of in powers) for point in points)
-    size = len(powers)
-    reduced: list[tuple[int, list[Fraction]]] = []  # (index of the leading 1, row + its combination of chosen rows)
-    chosen: list[int] = []
-    for place, row in enumerate(rows):
-        own = [Fraction(int(k == len(chosen))) for k in range(size)]
-        work = [*map(Fraction, row), *own]
-        for lead, other in reduced:
-            if work[lead]:
-                work = [a - work[lead] * b for a, b in zip(work, other, strict=True)]
-        lead = next((k for k in range(size) if work[k]), -1)
-        if lead < 0:
-            continue
-        work = [a / work[lead] for a in work]
-        reduced = [(k, [a - r[lead] * b for a, b in zip(r, work, strict=True)] if r[lead] else r) for k, r in reduced]
-        reduced.append((lead, work))
-        chosen.append(place)
-        if len(chosen) == size:
-            inverse = tuple(tuple(r[size:]) for _, r in sorted(reduced))
-            return _FitBasis(powers, rows, tuple(chosen), inverse)
-    return None
 
 
 def _growing_from(counted: Sequence[tuple[SizePoint, int]], here: SizePoint) -> Polynomial:

@@ -72,10 +72,6 @@ def _polynomial_bound(expression: sympy.Expr, sizes: Sizes, above: bool) -> symp
     if isinstance(expression, sympy.Pow) and expression.exp.is_Integer and expression.exp > 0:
         _all_at_least_zero((expression.base,))
         return _polynomial_bound(expression.base, sizes, above) ** expression.exp if above else sympy.Integer(0)
-    return _bound_of_function(expression, sizes, above)
-
-
-def _bound_of_function(expression: sympy.Expr, sizes: Sizes, above: bool) -> sympy.Expr:
     kind, args = type(expression).__name__, expression.args
     if kind in _ROUNDED and args[1].is_number and args[1] > 0:
         return _polynomial_bound(args[0], sizes, above) / args[1] - (0 if above else 1)

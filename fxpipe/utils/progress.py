@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Protocol
 
 from fxpipe.utils.locks import cancellation_point
 
@@ -81,21 +81,21 @@ def progress(what: str, total: float | None, unit: str = "nodes") -> Iterator[Pr
             cancellation_point()
 
         ended = threading.Event()
-        clock = threading.Thread(target=_keep_counting, args=(bar, ended), daemon=True)
+
+        def keep_counting() -> None:
+            """Refreshes the seconds between steps."""
+            pause = max(BAR_DELAY, 0.05)
+            while not ended.wait(pause):
+                bar.refresh()
+                pause = min(pause, 1.0)
+
+        clock = threading.Thread(target=keep_counting, daemon=True)
         clock.start()
         try:
             yield step
         finally:
             ended.set()
             clock.join()
-
-
-def _keep_counting(bar: Any, ended: threading.Event) -> None:
-    """Refreshes the seconds of a bar between steps."""
-    pause = max(BAR_DELAY, 0.05)
-    while not ended.wait(pause):
-        bar.refresh()
-        pause = min(pause, 1.0)
 
 
 def _step_of_phase(show: ProgressStep, what: str, total: float | None, unit: str) -> ProgressStep:

@@ -156,7 +156,14 @@ class _Walk:
 
     def is_same(self) -> bool:
         """Returns True if all objects are identical. Runs in every step, for some hundred objects."""
-        self._is_same = self._is_same or _compiled(self._checks)
+        if self._is_same is None:  # all checks as one expression, in half the time of a loop
+            objects = {id(one): one for owner, _, value in self._checks for one in (owner, value)}
+            names = {key: f"x{i}" for i, key in enumerate(objects)}
+            pairs = ((names[id(owner)], how, names[id(value)]) for owner, how, value in self._checks)
+            terms = (f"len({x}) == {y}" if how == "len" else f"{x}{how} {y}" for x, how, y in pairs)
+            function: Any = eval(f"lambda {', '.join(names.values())}: {' and '.join(terms) or True}")
+            function.__defaults__ = tuple(objects.values())
+            self._is_same = function
         try:
             return self._is_same()
         except (KeyError, AttributeError, ValueError):
@@ -204,8 +211,11 @@ class _Walk:
                     self._add_named(store[key], key, code)
 
     def _visit(self, value: Any, name: str, depth: int) -> None:
-        if type(value) in _PLAIN or isinstance(value, CodeType):
-            self._note(_plain_fact(value), name)
+        if isinstance(value, CodeType):
+            self._note(value, name)
+            return
+        if type(value) in _PLAIN:
+            self._note((type(value), repr(value) if isinstance(value, (float, complex)) else value), name)  # NaN, -0.0
             return
         if id(value) in self._seen:
             self._note(self._seen[id(value)], name)
@@ -216,7 +226,7 @@ class _Walk:
             self._note(True, name)
             self._checks.append((functools.partial(_is_log, value), "() is", True))
             return
-        if _is_array(value):
+        if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= MAX_ITEMS:
             self._note(key := _array_key(value), name)
             self._checks.append((functools.partial(_array_key, value), "() ==", key))
             return
@@ -291,24 +301,7 @@ class _Walk:
         return name in self.names.union(_CALLED) if self._codes is None else self._follows(function)
 
 
-def _compiled(checks: list[tuple[Any, str, Any]]) -> Callable[[], bool]:
-    """Returns a function that runs all checks as one expression, in half the time of a loop."""
-    objects = {id(one): one for owner, _, value in checks for one in (owner, value)}
-    names = {key: f"x{i}" for i, key in enumerate(objects)}
-    pairs = ((names[id(owner)], how, names[id(value)]) for owner, how, value in checks)
-    terms = (f"len({x}) == {y}" if how == "len" else f"{x}{how} {y}" for x, how, y in pairs)
-    function: Any = eval(f"lambda {', '.join(names.values())}: {' and '.join(terms) or True}")
-    function.__defaults__ = tuple(objects.values())
-    return function  # type: ignore[no-any-return]
-
-
 # -- Parts of values -------------------------------------------------------------------------------------------------
-
-
-def _plain_fact(value: Any) -> Any:
-    if isinstance(value, CodeType):
-        return value
-    return type(value), repr(value) if isinstance(value, (float, complex)) else value  # NaN, -0.0
 
 
 def _kind_of_fact(fact: Any) -> Any:
@@ -378,10 +371,6 @@ def _checks_of_parts(value: Any, parts: Parts) -> Iterator[tuple[Any, str, Any]]
 
 def _are_same(parts: Callable[[], tuple[Any, ...]], before: tuple[Any, ...]) -> bool:
     return len(now := parts()) == len(before) and all(map(operator.is_, now, before))
-
-
-def _is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= MAX_ITEMS
 
 
 def _array_key(array: Any) -> tuple[Any, ...]:

@@ -249,7 +249,12 @@ def _flatten(
     if known is not None:
         flat, context = known.flatten_fn(value)
         children = list(flat)
-        keys = _keys(value, known, children, context)
+        if known.flatten_with_keys_fn is not None:
+            keys = [key for key, _ in known.flatten_with_keys_fn(value)[0]]
+        elif isinstance(context, (list, tuple)) and len(context) == len(children):
+            keys = [pytree.MappingKey(key) for key in context]
+        else:
+            keys = [pytree.SequenceKey(place) for place in range(len(children))]
     elif _is_wrapped_mapping(value) and kind_of(value) is _Mapping:
         kind, (keys, children, context) = _Mapping, _take_mapping_apart(value)
     elif (base := builtin_base_of(type(value))) is not None and (kind := kind_of(value)) is not None:
@@ -270,14 +275,6 @@ def _flatten(
     around = (*around, id(value))
     specs = [_flatten(child, kind_of, (*path, key), around, leaves) for key, child in zip(keys, children, strict=True)]
     return pytree.TreeSpec(kind, context, specs)
-
-
-def _keys(value: Any, known: Any, children: list[Any], context: Any) -> Sequence[pytree.KeyEntry]:
-    if known.flatten_with_keys_fn is not None:
-        return [key for key, _ in known.flatten_with_keys_fn(value)[0]]
-    if isinstance(context, (list, tuple)) and len(context) == len(children):
-        return [pytree.MappingKey(key) for key in context]
-    return [pytree.SequenceKey(place) for place in range(len(children))]
 
 
 def redefined_class(spec: pytree.TreeSpec, other: pytree.TreeSpec) -> str | None:
@@ -313,12 +310,15 @@ def leaves_by_structure(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
 def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
     """Returns the children of a node with the root of `spec`."""
     wanted = _class_of(spec)
+    # A recorded shape is a tuple of a class of its own.
+    is_plain_tuple = not _is_named(spec) and spec.type is not _Object and issubclass(spec.type, tuple)
+    are_plain_tuples = isinstance(tree, tuple) and is_plain_tuple
     context: Any
     if spec.type in _DICTS and type(tree) in _DICTS:  # in any order, as in torch
         names = list(spec.context[1] if spec.type is defaultdict else spec.context)
         if set(tree) == set(names):
             return [tree[name] for name in names]
-    elif type(tree) is wanted or _are_plain_tuples(tree, spec):
+    elif type(tree) is wanted or are_plain_tuples:
         if spec.type is _Object:
             _, children, context = take_apart(tree, spec.context.base)
         elif spec.type is _Mapping:
@@ -336,23 +336,11 @@ def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
     )
 
 
-def _are_plain_tuples(tree: Any, spec: pytree.TreeSpec) -> bool:
-    """Returns True if both are unnamed tuples: a recorded shape has a separate tuple type."""
-    return isinstance(tree, tuple) and not _is_named(spec) and spec.type is not _Object and issubclass(spec.type, tuple)
-
-
 def _is_named(spec: pytree.TreeSpec) -> bool:
     return not isinstance(spec.type, type)  # torch's type of named tuples is the function `namedtuple`
 
 
-class _Unnamed:
-    """The type of `UNNAMED`, the entry of fields that `prefix` does not name."""
-
-    def __repr__(self) -> str:
-        return "found"
-
-
-UNNAMED = _Unnamed()
+UNNAMED = object()  # the entry of fields that `prefix` does not name
 
 
 def broadcast_prefix(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
@@ -371,7 +359,10 @@ def broadcast_prefix(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
         raise StructureError(f"{with_article(prefix)} stands where a single value was")
     names = _fields_of(spec)
     if type(prefix) is dict and names is not None:
-        if unknown := [name for name in prefix if name not in names and not _may_have(spec, name)]:
+        # Fields that the output may have in other calls, such as the loss of transformers.
+        is_dataclass = spec.type not in (_Object, *_DICTS) and dataclasses.is_dataclass(spec.type)
+        known = {*names, *(spec.type.__dataclass_fields__ if is_dataclass else ())}
+        if unknown := [name for name in prefix if name not in known]:
             raise StructureError(f"it has no {', '.join(map(repr, unknown))}, but {', '.join(map(repr, names))}")
         children = [prefix.get(name, UNNAMED) for name in names]
     else:
@@ -392,12 +383,6 @@ def _fields_of(spec: pytree.TreeSpec) -> list[Any] | None:
         return list(spec.context[1] if spec.type is defaultdict else spec.context)
     is_mapping = issubclass(spec.type, Mapping) and isinstance(spec.context, (list, tuple))
     return list(spec.context) if is_mapping and len(spec.context) == spec.num_children else None
-
-
-def _may_have(spec: pytree.TreeSpec, name: Any) -> bool:
-    """Returns True if the output may have this field in other calls, such as the loss of transformers."""
-    kind = spec.type
-    return kind not in (_Object, *_DICTS) and dataclasses.is_dataclass(kind) and name in kind.__dataclass_fields__
 
 
 # -- Objects passed to forward unchanged -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from helpers.partition_problems import partition
 from torch.autograd.graph import saved_tensors_hooks
 
 import fxpipe
-from fxpipe._torch.error_messages import forbids_saved_tensor_hooks, has_no_way_back, is_out_of_memory, requested_bytes
+from fxpipe._torch.error_messages import allocator_error, forbids_saved_tensor_hooks, has_no_way_back, requested_bytes
 from fxpipe.errors import PartitionError, TooManyStagesError
 
 
@@ -56,7 +56,7 @@ def other() -> None:
         (has_no_way_back, without_derivative),
         (has_no_way_back, draws_of_a_shape),
         (forbids_saved_tensor_hooks, grad_under_hooks),
-        (is_out_of_memory, an_exabyte),
+        (allocator_error, an_exabyte),
     ],
 )
 def test_errors_of_torch_are_recognised(recognises, cause):
@@ -64,8 +64,8 @@ def test_errors_of_torch_are_recognised(recognises, cause):
     assert not recognises(raised_by(other))
 
 
-def test_a_memory_error_of_python_is_out_of_memory():
-    assert is_out_of_memory(MemoryError())
+def test_a_memory_error_of_python_allocator_error():
+    assert allocator_error(MemoryError())
 
 
 def test_the_bytes_asked_for_are_read_where_the_allocator_says_them():

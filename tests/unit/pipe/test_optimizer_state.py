@@ -61,7 +61,7 @@ def test_the_number_of_steps_follows_where_the_device_reads_it(model):
     optimizer, mover = _stepped(model, torch.optim.Adam), OptimizerStateMover(model)
     optimizer.param_groups[0]["capturable"] = True
     _move(model, mover)
-    mover._before_step(optimizer, (), {})
+    mover.follow(optimizer)
     assert set(_devices(optimizer, model.weight).values()) == {META}
 
 
@@ -72,7 +72,7 @@ def test_state_of_other_optimizers_follows(model, kind):
     optimizer = _stepped(model, kind, lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     mover = OptimizerStateMover(model)
     _move(model, mover, ("weight", "bias"))
-    mover._before_step(optimizer, (), {})
+    mover.follow(optimizer)
     for parameter in model.parameters():
         assert {device for key, device in _devices(optimizer, parameter).items() if key != "step"} == {META}
 
@@ -81,7 +81,7 @@ def test_state_that_was_elsewhere_stays(model):
     """Of an optimizer that keeps it on the CPU while the parameters are on a device."""
     optimizer, mover = _stepped(model, torch.optim.AdamW), OptimizerStateMover(model)
     _move(model, mover, before=torch.device("cuda:0"))
-    mover._before_step(optimizer, (), {})
+    mover.follow(optimizer)
     assert set(_devices(optimizer, model.weight).values()) == {CPU}
 
 
@@ -90,7 +90,7 @@ def test_state_in_lists_and_dicts_follows(model):
     numbers = torch.ones(2)
     optimizer.state[model.weight] = {"old": [numbers, (numbers, None)], "deep": {"a": numbers, "n": 3}}
     _move(model, mover)
-    mover._before_step(optimizer, (), {})
+    mover.follow(optimizer)
     state = optimizer.state[model.weight]
     assert state["old"][0].device == state["old"][1][0].device == state["deep"]["a"].device == META
     assert (state["old"][1][1], state["deep"]["n"]) == (None, 3)
@@ -104,7 +104,7 @@ def test_each_move_is_followed_and_each_optimizer_looked_at_once(model):
         optimizer.step()
         assert optimizer in mover._seen
     optimizers[0].state[model.weight]["exp_avg"] = torch.zeros(2, 3)
-    mover._before_step(optimizers[0], (), {})
+    mover.follow(optimizers[0])
     assert _devices(optimizers[0], model.weight)["exp_avg"] == CPU  # of the user's making since
     _move(model, mover, ("bias",))
     optimizers[0].step()
@@ -118,7 +118,7 @@ def test_other_models_and_parameters_without_state_are_left_alone(model):
     _move(model, mover)
     optimizer.step()
     assert {device for p in other.parameters() for device in _devices(optimizer, p).values()} == {CPU}
-    mover._before_step(fresh, (), {})
+    mover.follow(fresh)
     assert not fresh.state
 
 
