@@ -164,25 +164,43 @@ class Cluster:
         """
         if self.node(replica, worker_a) == self.node(replica, worker_b):
             return ()
-        ranks = self.rank(replica, worker_a), self.rank(replica, worker_b)
-        return tuple(f"{self._adapter(rank)} {way}" for rank, way in zip(ranks, ("out", "in"), strict=True))
-
-    def _adapter(self, rank: int) -> str:
-        size = self.devices_per_node
-        return f"node {rank // size} adapter {rank % size * min(size, self.adapters_per_node) // size}"
+        names, size = [], self.devices_per_node
+        for worker, way in ((worker_a, "out"), (worker_b, "in")):
+            node, place = divmod(self.rank(replica, worker), size)
+            names.append(f"node {node} adapter {place * min(size, self.adapters_per_node) // size} {way}")
+        return tuple(names)
 
     def crossings(self, worker_a: int, worker_b: int) -> int:
         """Counts the replicas in which these two devices are in different nodes."""
         replicas = range(max(self.count(worker_a), self.count(worker_b)))
         return sum(self.node(replica, worker_a) != self.node(replica, worker_b) for replica in replicas)
 
+    @functools.lru_cache(maxsize=2**14)  # noqa: B019 (clusters are small and few)
     def link(self, worker_a: int, worker_b: int) -> Link | None:
         """Returns the link between two devices of a replica; None if values are passed by reference."""
-        return _link(self, worker_a, worker_b)
+        if worker_a == worker_b:
+            return None
+        if not self.crossings(worker_a, worker_b):
+            return self.within
+        assert self.between is not None  # by __post_init__
+        if self.replicas:
+            return self.between  # one micro-batch at a time
+        used = Counter(name for replica in range(self.data) for name in self.adapters(worker_a, worker_b, replica))
+        return Link(self.between.bytes_per_second / max(used.values()), self.between.latency)
 
+    @functools.lru_cache(maxsize=2**14)  # noqa: B019
     def group(self, worker: int) -> ReductionGroup:
         """Returns the devices that have the stages of `worker`, in all replicas."""
-        return _group(self, worker)
+        size, between = self.count(worker), self.between
+        members = Counter(self.node(replica, worker) for replica in range(size))
+        inside = self.within or between or Link(math.inf)  # without links all are threads of one process
+        if len(members) == 1:
+            return ReductionGroup(size, 1, inside.bytes_per_second, inside.latency, inside.latency)
+        assert between is not None  # by __post_init__
+        share = between.bytes_per_second * min(1.0, self.adapters_per_node / self.devices_per_node)
+        fewest = min(members.values())
+        rate = fewest * share if max(members.values()) == 1 else min(inside.bytes_per_second, fewest * share)
+        return ReductionGroup(size, len(members), rate, between.latency, inside.latency)
 
     def reduction(self, worker: int, size: int) -> tuple[float, int]:
         """Computes the seconds to reduce `size` bytes of gradients over the replicas, and the number of buckets."""
@@ -204,34 +222,6 @@ class Cluster:
         if self.data == 1:
             return f"a pipeline of {count_text(self.pipe, 'device')} in {place}"
         return f"{self.data} replicas of a pipeline of {count_text(self.pipe, 'device')} in {place}, mesh {self.mesh}"
-
-
-@functools.lru_cache(maxsize=2**14)
-def _link(cluster: Cluster, worker_a: int, worker_b: int) -> Link | None:
-    if worker_a == worker_b:
-        return None
-    if not cluster.crossings(worker_a, worker_b):
-        return cluster.within
-    assert cluster.between is not None  # by __post_init__
-    if cluster.replicas:
-        return cluster.between  # one micro-batch at a time
-    used = Counter(name for replica in range(cluster.data) for name in cluster.adapters(worker_a, worker_b, replica))
-    return Link(cluster.between.bytes_per_second / max(used.values()), cluster.between.latency)
-
-
-@functools.lru_cache(maxsize=2**14)
-def _group(cluster: Cluster, worker: int) -> ReductionGroup:
-    size = cluster.count(worker)
-    members = Counter(cluster.node(replica, worker) for replica in range(size))
-    inside = cluster.within or cluster.between or Link(math.inf)  # without links all are threads of one process
-    if len(members) == 1:
-        return ReductionGroup(size, 1, inside.bytes_per_second, inside.latency, inside.latency)
-    between = cluster.between
-    assert between is not None  # by __post_init__
-    share = between.bytes_per_second * min(1.0, cluster.adapters_per_node / cluster.devices_per_node)
-    fewest = min(members.values())
-    rate = fewest * share if max(members.values()) == 1 else min(inside.bytes_per_second, fewest * share)
-    return ReductionGroup(size, len(members), rate, between.latency, inside.latency)
 
 
 # -- Arguments -------------------------------------------------------------------------------------------------------

@@ -65,20 +65,20 @@ class Hardware:
                 f"Hardware {self.name!r} has rates for {', '.join(self.flops_per_second) or 'nothing'}; give one for "
                 "'float32' at least: it also holds for types without one"
             )
-        links = {name: link for name, link in (("within", self.within), ("between", self.between)) if link is not None}
         for dtype, rate in self.flops_per_second.items():
             self._check(f"flops_per_second[{dtype!r}]", rate)
-        for key in ("bytes_per_second", "memory", "devices_per_node", "arithmetic_efficiency", "memory_efficiency"):
+        for key in ("bytes_per_second", "memory", "arithmetic_efficiency", "memory_efficiency"):
             self._check(key, getattr(self, key))
-        for key in ("adapters_per_node", "nodes"):
-            if getattr(self, key) is not None:
-                self._check(key, getattr(self, key))
         for key in ("devices_per_node", "adapters_per_node", "nodes"):
-            if not isinstance(getattr(self, key), (int, type(None))):
-                raise ArgumentError(f"Hardware {self.name!r}: {key}={getattr(self, key)!r}; expected a whole number")
-        for name, link in links.items():
-            self._check(f"{name}.bytes_per_second", link.bytes_per_second)
-            self._check(f"{name}.latency", link.latency, may_be_zero=True)
+            count = getattr(self, key)
+            if count is not None or key == "devices_per_node":
+                self._check(key, count)
+                if not isinstance(count, int):
+                    raise ArgumentError(f"Hardware {self.name!r}: {key}={count!r}; expected a whole number")
+        for name, link in (("within", self.within), ("between", self.between)):
+            if link is not None:
+                self._check(f"{name}.bytes_per_second", link.bytes_per_second)
+                self._check(f"{name}.latency", link.latency, may_be_zero=True)
         self._check("launch", self.launch, may_be_zero=True)
         if max(self.arithmetic_efficiency, self.memory_efficiency) > 1:
             raise ArgumentError(f"Hardware {self.name!r}: an efficiency is a share of the peak, at most 1")
@@ -127,69 +127,8 @@ class Hardware:
 # 8.4 + 3.4 microseconds over NVLink and 8.4 + 14 over a network (ring, simple protocol; src/graph/tuning.cc). A node is
 # a DGX or HGX: eight GPUs, and a network adapter for each.
 
-_GPU_EFFICIENCY = 0.9  # memory_efficiency
-_GPU_LAUNCH = 3.8e-6
 _NVLINK_LATENCY = 11.8e-6
 _NETWORK_LATENCY = 22.4e-6
-
-_A100 = Hardware(
-    "NVIDIA A100 80GB",
-    # NVIDIA A100 Tensor Core GPU data sheet (A100 80GB SXM), except efficiencies and launch: 80 GB (79.1 GiB in CUDA),
-    # 12 NVLinks of the third generation (600 GB/s in both directions together).
-    {
-        "float64": 19.5e12,
-        "float32": 19.5e12,
-        "tfloat32": 156e12,
-        "bfloat16": 312e12,
-        "float16": 312e12,
-        "int8": 624e12,
-    },
-    2.039e12,
-    memory=79 * GiB,
-    within=Link(12 * 20.0e9, _NVLINK_LATENCY),
-    between=Link(25e9, _NETWORK_LATENCY),  # DGX A100 data sheet: ConnectX-6, InfiniBand HDR, 200 Gb/s
-    arithmetic_efficiency=0.86,
-    memory_efficiency=_GPU_EFFICIENCY,
-    launch=_GPU_LAUNCH,
-)
-
-_HOPPER = {  # half of the data sheet's figures, which are with sparsity
-    "float64": 67e12,
-    "float32": 67e12,
-    "tfloat32": 494.7e12,
-    "bfloat16": 989.4e12,
-    "float16": 989.4e12,
-    "float8_e4m3fn": 1978.9e12,
-    "float8_e5m2": 1978.9e12,
-    "int8": 1978.9e12,
-}
-
-_H100 = Hardware(
-    "NVIDIA H100 SXM",
-    # NVIDIA H100 Tensor Core GPU data sheet (SXM5): 80 GB (79.1 GiB in CUDA), 18 NVLinks of the fourth generation
-    # (900 GB/s in both directions together).
-    _HOPPER,
-    3.35e12,
-    memory=79 * GiB,
-    within=Link(18 * 20.6e9, _NVLINK_LATENCY),
-    between=Link(50e9, _NETWORK_LATENCY),  # DGX H100 data sheet: ConnectX-7, InfiniBand NDR, 400 Gb/s
-    arithmetic_efficiency=0.8,
-    memory_efficiency=_GPU_EFFICIENCY,
-    launch=_GPU_LAUNCH,
-)
-
-_H200 = Hardware(
-    "NVIDIA H200 SXM",
-    # NVIDIA H200 Tensor Core GPU data sheet (SXM): arithmetic and links of the H100, 141 GB (139 GiB in CUDA).
-    _HOPPER,
-    4.8e12,
-    memory=139 * GiB,
-    within=Link(18 * 20.6e9, _NVLINK_LATENCY),
-    between=Link(50e9, _NETWORK_LATENCY),
-    arithmetic_efficiency=0.8,
-    memory_efficiency=_GPU_EFFICIENCY,
-    launch=_GPU_LAUNCH,
-)
 
 _CPU = Hardware(
     "Intel Xeon Platinum 8380, one socket",
@@ -207,8 +146,8 @@ _CPU = Hardware(
     launch=5e-6,  # torch 2.13 called from Python: an addition of two numbers
 )
 
-# Other cards: TFLOP/s without sparsity, TB/s, and the GiB that the driver reports. Efficiencies are estimates from the
-# cards above. NCCL assumes 12 GB/s for PCI 3.0 x16, twice that for 4.0, and a latency of 8.4 + 5.7 microseconds
+# Cards: TFLOP/s without sparsity, GB/s, and the GiB that the driver reports. Efficiencies without a source are
+# estimates. NCCL assumes 12 GB/s for PCI 3.0 x16, twice that for 4.0, and a latency of 8.4 + 5.7 microseconds
 # (src/graph/topo.h, tuning.cc). Unless a comment says otherwise, a node has eight cards and one adapter of 100 Gb/s;
 # for another network use `dataclasses.replace`.
 
@@ -220,18 +159,18 @@ def _card(
     name: str, peaks: Mapping[str, float], rate: float, memory: int, within: Link = _PCI_4, between: Link = _ETHERNET,
     adapters: int | None = 1, efficiency: float = 0.8,
 ) -> Hardware:  # fmt: skip
-    """Returns the hardware of a card from peaks in TFLOP/s by dtype, and TB/s and GiB of its memory."""
+    """Returns the hardware of a card from peaks in TFLOP/s by dtype, and GB/s and GiB of its memory."""
     return Hardware(
         name,
         {dtype: peak * 1e12 for dtype, peak in peaks.items()},
-        rate * 1e12,
+        rate * 1e9,
         memory=memory * GiB,
         within=within,
         between=between,
         adapters_per_node=adapters,
         arithmetic_efficiency=efficiency,
-        memory_efficiency=_GPU_EFFICIENCY,
-        launch=_GPU_LAUNCH,
+        memory_efficiency=0.9,
+        launch=3.8e-6,
     )
 
 
@@ -239,41 +178,56 @@ def _peaks(float32: float, tfloat32: float, float16: float, **others: float) -> 
     return {"float32": float32, "tfloat32": tfloat32, "bfloat16": float16, "float16": float16, **others}
 
 
+_HOPPER = {  # half of the data sheets' figures, which are with sparsity
+    "float64": 67, "float32": 67, "tfloat32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8_e4m3fn": 1978.9,
+    "float8_e5m2": 1978.9, "int8": 1978.9,
+}  # fmt: skip
+_HOPPER_LINKS = Link(18 * 20.6e9, _NVLINK_LATENCY), Link(50e9, _NETWORK_LATENCY), None
+
 _CARDS = {
+    # NVIDIA A100 Tensor Core GPU data sheet (A100 80GB SXM), except efficiency and launch: 80 GB (79.1 GiB in CUDA), 12
+    # NVLinks of the third generation (600 GB/s in both directions together). DGX A100 data sheet: InfiniBand HDR.
+    "a100-80gb": _card(
+        "NVIDIA A100 80GB", _peaks(19.5, 156, 312, float64=19.5, int8=624), 2039, 79,
+        Link(12 * 20.0e9, _NVLINK_LATENCY), Link(25e9, _NETWORK_LATENCY), None, efficiency=0.86,
+    ),
+    # NVIDIA H100 Tensor Core GPU data sheet (SXM5): 80 GB (79.1 GiB in CUDA), 18 NVLinks of the fourth generation (900
+    # GB/s in both directions together). DGX H100 data sheet: ConnectX-7, InfiniBand NDR, 400 Gb/s.
+    "h100": _card("NVIDIA H100 SXM", _HOPPER, 3350, 79, *_HOPPER_LINKS),
+    # NVIDIA H200 Tensor Core GPU data sheet (SXM): arithmetic and links of the H100, 141 GB (139 GiB in CUDA).
+    "h200": _card("NVIDIA H200 SXM", _HOPPER, 4800, 139, *_HOPPER_LINKS),
     # V100 data sheet (SXM2 32GB). A pair of a DGX-1 has one NVLink (20 GB/s in NCCL) or two; four InfiniBand EDR.
     "v100": _card(
-        "NVIDIA V100 SXM2 32GB", {"float64": 7.8, "float32": 15.7, "float16": 125}, 0.9, 31,
+        "NVIDIA V100 SXM2 32GB", {"float64": 7.8, "float32": 15.7, "float16": 125}, 900, 31,
         Link(20e9, _NVLINK_LATENCY), adapters=4,
     ),
     # A10G data sheet of AWS.
-    "a10g": _card("NVIDIA A10G", _peaks(35, 35, 70, int8=140), 0.6, 22),
+    "a10g": _card("NVIDIA A10G", _peaks(35, 35, 70, int8=140), 600, 22),
     # RTX A6000 data sheet; Ampere GA102 white paper, appendix A.
-    "a6000": _card("NVIDIA RTX A6000", _peaks(38.7, 77.4, 154.8, int8=309.7), 0.768, 47),
-    "3090": _card("NVIDIA GeForce RTX 3090", _peaks(35.6, 35.6, 71, int8=284), 0.936, 23),
+    "a6000": _card("NVIDIA RTX A6000", _peaks(38.7, 77.4, 154.8, int8=309.7), 768, 47),
+    "3090": _card("NVIDIA GeForce RTX 3090", _peaks(35.6, 35.6, 71, int8=284), 936, 23),
     # Ada white paper, appendix A (sums in float32), and L40S data sheet.
-    "4090": _card("NVIDIA GeForce RTX 4090", _peaks(82.6, 82.6, 165.2, float8_e4m3fn=330.3, int8=660.6), 1.008, 23),
-    "l40s": _card("NVIDIA L40S", _peaks(91.6, 183, 362, float8_e4m3fn=733, int8=733), 0.864, 44),
+    "4090": _card("NVIDIA GeForce RTX 4090", _peaks(82.6, 82.6, 165.2, float8_e4m3fn=330.3, int8=660.6), 1008, 23),
+    "l40s": _card("NVIDIA L40S", _peaks(91.6, 183, 362, float8_e4m3fn=733, int8=733), 864, 44),
     # Blackwell RTX white paper, appendix A (sums in float32); PCI 5.0.
     "5090": _card(
-        "NVIDIA GeForce RTX 5090", _peaks(104.8, 104.8, 209.5, float8_e4m3fn=419, int8=838), 1.792, 31,
+        "NVIDIA GeForce RTX 5090", _peaks(104.8, 104.8, 209.5, float8_e4m3fn=419, int8=838), 1792, 31,
         Link(48e9, 14.1e-6),
     ),
     # HGX B200 data sheet, an eighth of it; 18 NVLinks of the fifth generation (40.1 GB/s each in NCCL); ConnectX-7.
     "b200": _card(
-        "NVIDIA B200 SXM", _peaks(75, 1125, 2250, float64=37, float8_e4m3fn=4500, int8=4500), 8.0, 178,
+        "NVIDIA B200 SXM", _peaks(75, 1125, 2250, float64=37, float8_e4m3fn=4500, int8=4500), 8000, 178,
         Link(18 * 40.1e9, _NVLINK_LATENCY), Link(50e9, _NETWORK_LATENCY), None,
     ),
     # MI300X data sheet: a link of 64 GB/s to each other card of the node. The network of a DGX H100.
     "mi300x": _card(
         "AMD Instinct MI300X",
-        _peaks(163.4, 653.7, 1307.4, float64=81.7, float8_e4m3fnuz=2614.9, int8=2614.9), 5.3, 191,
+        _peaks(163.4, 653.7, 1307.4, float64=81.7, float8_e4m3fnuz=2614.9, int8=2614.9), 5300, 191,
         Link(64e9, _NVLINK_LATENCY), Link(50e9, _NETWORK_LATENCY), None, efficiency=0.6,
     ),
 }  # fmt: skip
 
-HARDWARE: Mapping[str, Hardware] = MappingProxyType(
-    {"a100-80gb": _A100, "h100": _H100, "h200": _H200, **_CARDS, "cpu": _CPU}
-)
+HARDWARE: Mapping[str, Hardware] = MappingProxyType({**_CARDS, "cpu": _CPU})
 
 
 def load_hardware(path: str | Path) -> Hardware:
@@ -383,12 +337,12 @@ def local_memory(device: torch.device) -> int | None:
     return None if figures is None else figures.available
 
 
-def fit_link(small: float, large: float, small_bytes: int = _SMALL_COPY, large_bytes: int = _LARGE_COPY) -> Link:
-    """Returns the link over which copies of these two sizes take `small` and `large` seconds."""
+def fit_link(small: float, large: float) -> Link:
+    """Returns the link over which copies of `_SMALL_COPY` and `_LARGE_COPY` bytes take these seconds."""
     if large <= small:  # noise
-        return Link(large_bytes / large)
-    rate = (large_bytes - small_bytes) / (large - small)
-    return Link(rate, max(0.0, small - small_bytes / rate))
+        return Link(_LARGE_COPY / large)
+    rate = (_LARGE_COPY - _SMALL_COPY) / (large - small)
+    return Link(rate, max(0.0, small - _SMALL_COPY / rate))
 
 
 @functools.cache

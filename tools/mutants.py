@@ -2012,8 +2012,8 @@ DISTRIBUTED = (
         "unit/distributed/test_packets.py",
     ),
     Mutant(
-        "distributed/gradient_reduction.py",
-        "return sorted([*full, *filling.values()], key=lambda bucket: places[bucket[-1]])",
+        "distributed/replicas.py",
+        "return sorted([*full, *filling.values()], key=lambda bucket: order.index(bucket[-1]))",
         "return [*full, *filling.values()]",
         "unit/distributed/test_gradient_reduction.py",
     ),
@@ -2202,7 +2202,7 @@ DISTRIBUTED = (
             ),
             (
                 "initialization",
-                "if not torch.equal(again[other], tensor):",
+                "if not torch.equal(again[prefix + name], tensor):",
                 "if False:",
                 "_meta_device.py",
             ),

@@ -102,16 +102,13 @@ class Connection:
         """Returns the object of `source` on all ranks. `is_long`: `source` may be planning meanwhile."""
         if self.size == 1:
             return value
-        content = _bytes_of(pickled(value) if self.rank == source else b"")
-        head = _head_of(content)
+        head, rest = _framed(pickled(value) if self.rank == source else b"")
         self._collective(lambda group, timeout: broadcast(group, head, source, timeout), what, is_long)
-        size = _size_in(head)
-        rest = torch.empty(max(0, size - _ROOM), dtype=torch.uint8)
+        if self.rank != source:
+            rest = torch.empty(_rest_bytes(head), dtype=torch.uint8)
         if rest.numel():
-            if self.rank == source:
-                rest.copy_(content[_ROOM:])
             self._collective(lambda group, timeout: broadcast(group, rest, source, timeout), what, is_long)
-        return value if self.rank == source else pickle.loads(_joined(head, rest, size))
+        return value if self.rank == source else _object_of(head, rest)
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int, what: str) -> None:
         """Fills a tensor on all ranks with the values on `source`."""
@@ -126,21 +123,15 @@ class Connection:
         """Returns the objects of all ranks, in rank order."""
         if self.size == 1:
             return [value]
-        content = _bytes_of(pickled(value))
-        head = _head_of(content)
+        head, rest = _framed(pickled(value))
         heads = [torch.empty_like(head) for _ in range(self.size)]
         self._collective(lambda group, timeout: all_gather(group, heads, head, timeout), what, is_long)
-        sizes = [_size_in(one) for one in heads]
-        longest = max(0, max(sizes) - _ROOM)
-        rests = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        longest = max(map(_rest_bytes, heads))
+        rests = [torch.empty(longest, dtype=torch.uint8) for _ in heads]
         if longest:
-            own, more = torch.zeros(longest, dtype=torch.uint8), content[_ROOM:]
-            own[: more.numel()] = more
+            own = torch.nn.functional.pad(rest, (0, longest - rest.numel()))
             self._collective(lambda group, timeout: all_gather(group, rests, own, timeout), what, is_long)
-        return [
-            pickle.loads(_joined(one, rest[: max(0, size - _ROOM)], size))
-            for one, rest, size in zip(heads, rests, sizes, strict=True)
-        ]
+        return [*map(_object_of, heads, rests)]
 
 
 class _Pickler(pickle.Pickler):
@@ -156,12 +147,7 @@ def pickled(value: Any) -> bytes:
     return content.getvalue()
 
 
-_PREFIX = 8  # bytes; the length of an object
-_ROOM = COLLECTIVE_BYTES - _PREFIX
-
-
-def _bytes_of(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+_PREFIX = 8  # bytes; the length of what follows
 
 
 def content_of(memory: torch.Tensor) -> bytes:
@@ -169,20 +155,19 @@ def content_of(memory: torch.Tensor) -> bytes:
     return ctypes.string_at(memory.data_ptr(), memory.numel())
 
 
-def _head_of(content: torch.Tensor) -> torch.Tensor:
-    head, first = torch.zeros(COLLECTIVE_BYTES, dtype=torch.uint8), content[:_ROOM]
-    head[:_PREFIX] = _bytes_of(content.numel().to_bytes(_PREFIX, "little"))
-    head[_PREFIX : _PREFIX + first.numel()] = first
-    return head
+def _framed(content: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the two messages of an object; the second one is empty if the first one has room for all."""
+    content = (len(content).to_bytes(_PREFIX, "little") + content).ljust(COLLECTIVE_BYTES)
+    memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return memory[:COLLECTIVE_BYTES], memory[COLLECTIVE_BYTES:]
 
 
-def _size_in(head: torch.Tensor) -> int:
-    return int.from_bytes(content_of(head[:_PREFIX]), "little")
+def _rest_bytes(head: torch.Tensor) -> int:
+    return max(0, _PREFIX + int.from_bytes(content_of(head[:_PREFIX]), "little") - COLLECTIVE_BYTES)
 
 
-def _joined(head: torch.Tensor, rest: torch.Tensor, size: int) -> bytes:
-    first = min(size, _ROOM)
-    return content_of(head[_PREFIX : _PREFIX + first]) + content_of(rest)
+def _object_of(head: torch.Tensor, rest: torch.Tensor) -> Any:
+    return pickle.loads(content_of(torch.cat([head[_PREFIX:], rest])))  # bytes that follow the object are not read
 
 
 def lost_connection(what: str, error: RuntimeError) -> ConnectionLost:

@@ -19,9 +19,8 @@ all ranks have passed it. Then communicators are aborted before memory is freed,
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -64,12 +63,12 @@ class DeviceCommunicators:
         self._stream = accelerator.new_stream(device)
 
     def _connected(
-        self, what: str, store: Store, rank: int, ranks: tuple[int, ...], begin: Callable[[Any], Any]
+        self, what: str, store: Store, rank: int, ranks: tuple[int, ...], operation: str, *arguments: Any
     ) -> Any:
-        """Returns a communicator of these ranks, after its first operation, which `begin` begins."""
+        """Returns a communicator of these ranks, after its first operation."""
         try:
             channel = communicator(self.backend, store, rank, ranks, max(self._timeout, LONG_SECONDS))
-            begin(channel).wait()
+            getattr(channel, operation)(*arguments).wait()
         except RuntimeError as error:
             raise lost_connection(f"a {self.backend} communicator {what}", error) from None
         return channel
@@ -105,18 +104,13 @@ class DeviceTransfers(DeviceCommunicators):
         Both sides of a pair wait for each other, so all ranks use one order. Pairs with an even lower rank are first,
         so that a long pipe connects pairs in parallel.
         """
-        new = {pair for pair in pairs if pair not in self._communicators}
+        new = {pair for pair in pairs if self._rank in pair and pair not in self._communicators}
         for source, target in sorted(new, key=lambda pair: (min(pair) % 2, *pair)):
-            channel, place = None, [source, target].index(self._rank) if self._rank in (source, target) else None
-            if place is not None:
-                first = torch.zeros(1, dtype=torch.uint8, device=self.device)
-                channel = self._connected(
-                    f"from rank {source} to rank {target}",
-                    PrefixStore(f"{source}-{target}", self._store),
-                    place,
-                    (source, target),
-                    functools.partial(_first_message, place, first),
-                )
+            what, store = f"from rank {source} to rank {target}", PrefixStore(f"{source}-{target}", self._store)
+            first = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            place = (source, target).index(self._rank)
+            operation = ("recv", [first], 0, 0) if place else ("send", [first], 1, 0)
+            channel = self._connected(what, store, place, (source, target), *operation)
             self._communicators[source, target] = channel
 
     # -- from one rank to another ------------------------------------------------------------------------------------
@@ -166,7 +160,7 @@ class DeviceTransfers(DeviceCommunicators):
 
     def close(self) -> None:
         """Aborts the communicators, then frees memory."""
-        channels = [channel for channel in self._communicators.values() if channel is not None]
+        channels = self._communicators.values()
         self._abort(channels, (memory for _, memory in itertools.chain(*self._sends.values(), self._receives.values())))
         self._communicators.clear()
         self._sends.clear()
@@ -179,10 +173,6 @@ def _wait(work: Any, what: str) -> None:
         work.wait()
     except RuntimeError as error:
         raise lost_connection(what, error) from None
-
-
-def _first_message(place: int, memory: torch.Tensor, channel: Any) -> Any:
-    return channel.recv([memory], 0, 0) if place else channel.send([memory], 1, 0)
 
 
 class DeviceSums(DeviceCommunicators):
@@ -208,7 +198,7 @@ class DeviceSums(DeviceCommunicators):
             with self.on_stream():
                 first, ranks = torch.zeros(1, device=self.device), tuple(range(self._replicas))
                 self._communicator = self._connected(
-                    "of all replicas", self._store, self._replica, ranks, lambda one: one.allreduce([first])
+                    "of all replicas", self._store, self._replica, ranks, "allreduce", [first]
                 )
 
     def on_stream(self) -> accelerator.current_streams:
@@ -219,10 +209,10 @@ class DeviceSums(DeviceCommunicators):
         self._stream.wait_event(accelerator.record_event(accelerator.current_stream(self.device)))
         accelerator.keep_for_stream(tensor, self._stream)
 
-    def sum(self, memory: torch.Tensor) -> Any:
-        """Begins to sum a bucket over replicas in place; `wait()` of the result makes the current stream wait."""
-        self._memory.append(memory)
-        return self._communicator.allreduce([memory])
+    def allreduce(self, buckets: list[torch.Tensor]) -> Any:
+        """Begins to sum buckets over replicas in place; `wait()` of the result makes the current stream wait."""
+        self._memory += buckets
+        return self._communicator.allreduce(buckets)
 
     def settle(self, results: Iterable[torch.Tensor]) -> None:
         """Blocks the host until the results are complete."""

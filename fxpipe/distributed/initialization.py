@@ -18,11 +18,12 @@ import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_in_place
 
@@ -32,7 +33,6 @@ from fxpipe._torch.operators import schema_of
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.distributed.held_tensors import GivenMemory
 from fxpipe.distributed.pipeline import DistributedPipeline, distributed_state
-from fxpipe.distributed.rank_state import RankState
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.pipe.pipeline_state import PipelineState
@@ -46,125 +46,71 @@ INDEX_SUFFIX = ".safetensors.index.json"
 DCP_METADATA = ".metadata"  # a file in every folder of torch.distributed.checkpoint
 
 
-class CheckpointReader(Protocol):
-    """A checkpoint on disk."""
+class Checkpoint:
+    """A checkpoint on disk, which a reader of `torch.distributed.checkpoint` reads."""
+
+    def __init__(self, reader: FileSystemReader):
+        self._reader, self._items = reader, reader.read_metadata().state_dict_metadata
 
     @property
     def keys(self) -> Set[str]:
         """The keys of all entries."""
+        return self._items.keys()
 
     def shape_of(self, key: str) -> tuple[int, ...] | None:
         """Returns the shape of a tensor; None if the entry is not a tensor."""
+        item = self._items[key]
+        return tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
 
     def read(self, values: dict[str, Any]) -> None:
         """Fills tensors in place, and replaces other values, by key; reads no other entries."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: each rank reads alone
+            load_in_place(values, storage_reader=self._reader, no_dist=True)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Returns the reader for a folder or a file. Raises `ArgumentError` if it is not a known kind of checkpoint."""
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens a folder or a file. Raises `ArgumentError` if it is not a known kind of checkpoint."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(f"path is {with_article(path)}; expected the path of a checkpoint")
     place = Path(path)
     if not place.exists():
         raise ArgumentError(f"there is no checkpoint {str(place)!r}")
-    if place.is_file():
-        if place.name.endswith(INDEX_SUFFIX):
-            return SafetensorsReader.of_index(place)
-        if place.suffix == ".safetensors":
-            return SafetensorsReader.of_file(place)
-    else:
-        if (place / DCP_METADATA).is_file():
-            return DistributedCheckpointReader(place)
-        indices, files = sorted(place.glob(f"*{INDEX_SUFFIX}")), sorted(place.glob("*.safetensors"))
-        if len(indices) == 1:
-            return SafetensorsReader.of_index(indices[0])
-        if len(files) == 1 and not indices:
-            return SafetensorsReader.of_file(files[0])
-        if indices or files:
-            names = ", ".join(one.name for one in (indices or files)[:6])
-            raise ArgumentError(f"{str(place)!r} has several checkpoints, {names}: give the path of one")
+    if (place / DCP_METADATA).is_file():
+        return Checkpoint(FileSystemReader(place))
+    found = [place]
+    if place.is_dir():
+        found = sorted(place.glob(f"*{INDEX_SUFFIX}")) or sorted(place.glob("*.safetensors"))
+    if len(found) > 1:
+        names = ", ".join(one.name for one in found[:6])
+        raise ArgumentError(f"{str(place)!r} has several checkpoints, {names}: give the path of one")
+    if found and found[0].name.endswith((INDEX_SUFFIX, ".safetensors")):
+        return _open_safetensors(found[0])
     raise ArgumentError(
         f"{str(place)!r} is no checkpoint of a known kind: expected a folder as torch.distributed.checkpoint.save "
         f"writes it, a .safetensors file, a {INDEX_SUFFIX} file, or a folder with one of these"
     )
 
 
-class DistributedCheckpointReader:
-    """A folder of `torch.distributed.checkpoint`."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._items = FileSystemReader(folder).read_metadata().state_dict_metadata
-
-    @property
-    def keys(self) -> Set[str]:
-        return self._items.keys()
-
-    def shape_of(self, key: str) -> tuple[int, ...] | None:
-        item = self._items[key]
-        return tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
-
-    def read(self, values: dict[str, Any]) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: each rank reads alone
-            load_in_place(values, checkpoint_id=self._folder, no_dist=True)
-
-
-class SafetensorsReader:
-    """One or more safetensors files."""
-
-    def __init__(self, files: Mapping[str, Path]):
-        """`files`: the file of each key."""
-        self._files = files
-
-    @classmethod
-    def of_file(cls, path: Path) -> SafetensorsReader:
-        with _opened(path) as file:
-            return cls(dict.fromkeys(file.keys(), path))
-
-    @classmethod
-    def of_index(cls, path: Path) -> SafetensorsReader:
-        """Returns a reader of the files that an index lists, as Hugging Face ships large models."""
+def _open_safetensors(path: Path) -> Checkpoint:
+    """Opens a file, or the files that an index lists, as Hugging Face ships large models."""
+    files = [path]
+    if path.name.endswith(INDEX_SUFFIX):
         try:
-            names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            files = {key: path.parent / name for key, name in names.items()}
+            names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+            files = sorted({path.parent / name for name in names})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(f"{str(path)!r} is no index of safetensors, with a weight_map: {error!r}") from error
-        if missing := sorted({str(file) for file in files.values() if not file.is_file()}):
+        if missing := [str(file) for file in files if not file.is_file()]:
             raise ArgumentError(f"{str(path)!r} names files that are not there: {', '.join(missing[:6])}")
-        return cls(files)
-
-    @property
-    def keys(self) -> Set[str]:
-        return self._files.keys()
-
-    def shape_of(self, key: str) -> tuple[int, ...] | None:
-        with _opened(self._files[key]) as file:
-            try:
-                return tuple(file.get_slice(key).get_shape())
-            except Exception as error:
-                raise ArgumentError(f"{str(self._files[key])!r} cannot be read for {key!r}: {error}") from error
-
-    def read(self, values: dict[str, Any]) -> None:
-        by_file: dict[Path, list[str]] = {}
-        for key in values:
-            by_file.setdefault(self._files[key], []).append(key)
-        for path, keys in by_file.items():
-            with _opened(path) as file, torch.no_grad():
-                for key in keys:
-                    values[key].copy_(file.get_tensor(key))
-
-
-def _opened(path: Path) -> Any:
-    """Opens a safetensors file. Raises `StateError` without the package, `ArgumentError` if it is not such a file."""
     if importlib.util.find_spec("safetensors") is None:
         raise StateError(
             f"to read {str(path)!r} the package safetensors is needed, which is not installed: pip install safetensors"
         )
-    from safetensors import safe_open
-
+    reader = HuggingFaceStorageReader(str(path.parent))
+    reader.fs.ls = lambda path: [str(file) for file in files]  # type: ignore[method-assign]  # not all of the folder
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        return Checkpoint(reader)
     except Exception as error:
         raise ArgumentError(f"{str(path)!r} is no file of safetensors: {error}") from error
 
@@ -205,7 +151,8 @@ def load(
             shapes.
         StateError: names tensors that have no values afterwards. Or the pipe has no plan yet.
     """
-    state = _state_of(pipe)
+    is_alone = isinstance(pipe, Pipeline) and not isinstance(pipe, DistributedPipeline)
+    state: PipelineState = pipe._fxpipe if is_alone else distributed_state(pipe)
     parse_switch("strict", strict)
     check_init_fn(init_fn)
     with state.engine.running(), state.group.together():
@@ -221,15 +168,9 @@ def load(
         refuse_missing_values(state, "load", "they are not in the checkpoint")
 
 
-def _state_of(pipe: object) -> PipelineState:
-    if isinstance(pipe, Pipeline) and not isinstance(pipe, DistributedPipeline):
-        return pipe._fxpipe
-    return distributed_state(pipe)
-
-
 def _check_fit(
     state: PipelineState,
-    reader: CheckpointReader,
+    reader: Checkpoint,
     entries: Mapping[str, Any],
     all_keys: Iterable[str],
     prefix: str,
@@ -259,54 +200,40 @@ def _check_fit(
         more = f" and {len(all_shapes) - 6} more" if len(all_shapes) > 6 else ""
         problems.append(f"shapes differ: {', '.join(all_shapes[:6])}{more}")
     if problems:
-        raise ArgumentError(
-            f"the checkpoint {os.fspath(path)!r} does not fit the model: {'; '.join(problems)}"
-            f"{_key_hint(reader, prefix)}"
-        )
+        heads, hint = sorted({name.partition(".")[0] for name in reader.keys}), ""
+        if prefix:
+            hint = f". Its keys begin with {names_text(heads)}"
+        elif "model" in heads:
+            hint = ". It has keys below 'model': if that is the model's state, give key='model'"
+        raise ArgumentError(f"the checkpoint {os.fspath(path)!r} does not fit the model: {'; '.join(problems)}{hint}")
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "no tensor" if shape is None else str(shape)
 
 
-def _key_hint(reader: CheckpointReader, prefix: str) -> str:
-    """Returns a hint if the keys do not match `prefix`, or the model is below the key "model"."""
-    heads = sorted({name.partition(".")[0] for name in reader.keys})
-    if prefix or "model" not in heads:
-        return f". Its keys begin with {names_text(heads)}" if prefix else ""
-    return ". It has keys below 'model': if that is the model's state, give key='model'"
-
-
-def _read(state: PipelineState, reader: CheckpointReader, entries: dict[str, Any], prefix: str) -> None:
-    names = {id(value): name for name, value in reversed(entries.items()) if isinstance(value, torch.Tensor)}
-    tensors = [value for value in entries.values() if isinstance(value, torch.Tensor)]
-    memory = GivenMemory(tensors, lambda tensor: state.device_of(names[id(tensor)]))
+def _read(state: PipelineState, reader: Checkpoint, entries: dict[str, Any], prefix: str) -> None:
+    tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
+    first = {id(value): name for name, value in reversed(tensors.items())}  # the first name of a tied weight
+    memory = GivenMemory(tensors.values(), lambda tensor: state.device_of(first[id(tensor)]))
     try:
-        first: dict[int, str] = {}
-        others = [name for name, value in entries.items() if first.setdefault(id(value), name) != name]
-        values = {
-            prefix + name: value.detach() if isinstance(value, torch.Tensor) else value
-            for name, value in entries.items()
-            if name not in others
-        }
+        values = {prefix + name: value for name, value in entries.items() if first.get(id(value), name) == name}
+        values = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
         reader.read(values)
-        entries.update({n: values[prefix + n] for n in first.values() if not isinstance(entries[n], torch.Tensor)})
-        for name in others:
-            _check_tie(reader, entries[name], prefix + first[id(entries[name])], prefix + name)
+        entries.update({name: values[prefix + name] for name in entries.keys() - tensors.keys()})
+        for name, tensor in tensors.items():
+            if (other := first[id(tensor)]) == name:
+                continue
+            again = {prefix + name: torch.empty_like(tensor)}
+            reader.read(again)
+            if not torch.equal(again[prefix + name], tensor):
+                raise ArgumentError(
+                    f"{prefix + other!r} and {prefix + name!r} are one tied weight of the model, but the checkpoint "
+                    "has different values for them: it is of a model whose weights are not tied"
+                )
     except BaseException:
         memory.take_back()
         raise
-
-
-def _check_tie(reader: CheckpointReader, tensor: torch.Tensor, first: str, other: str) -> None:
-    """Refuses a checkpoint that has two different values for a tied weight."""
-    again = {other: torch.empty_like(tensor)}
-    reader.read(again)
-    if not torch.equal(again[other], tensor):
-        raise ArgumentError(
-            f"{first!r} and {other!r} are one tied weight of the model, but the checkpoint has different values for "
-            "them: it is of a model whose weights are not tied"
-        )
 
 
 InitFunction = Callable[[nn.Module], object]
@@ -343,14 +270,31 @@ def initialize(pipe: Pipeline, init_fn: InitFunction | None = None) -> None:
     """
     state = distributed_state(pipe)
     check_init_fn(init_fn)
-    with state.engine.running(), state.group.together():
-        initialize_stages(state, init_fn)
+    with state.engine.running(), state.group.together() as connection:
+        generators = torch.get_rng_state(), python_rng_state()
+        numbers, python_states = state.group.broadcast(generators, "the state of its random generators")
+        torch.set_rng_state(numbers)
+        set_python_rng_state(python_states)
+        modules = list(_children_first(state.model))
+        if init_fn is None:  # the plain model constructs each module once
+            modules = list(dict.fromkeys(modules))
+        with _initializing(state.own_tensors().values()) as initialization:
+            for module in modules:
+                initialization.run(module, init_fn)
+            everybody = connection.all_gather(initialization.digest, "the end of the initialization", is_long=True)
+            if len({*everybody}) > 1:
+                raise StateError(
+                    "the ranks have drawn different random numbers in the initialization: init_fn must do the same on "
+                    "all of them, also for the modules of other ranks, and may use no tensors that are not below the "
+                    "module"
+                )
+        state.settle()
         why = "no module has a reset_parameters that writes to them" if init_fn is None else "init_fn writes to none"
         refuse_missing_values(state, "initialize", why)
 
 
 def check_init_fn(init_fn: object) -> None:
-    if init_fn is not None and not callable(init_fn):
+    if not (init_fn is None or callable(init_fn)):
         raise ArgumentTypeError(f"init_fn is {with_article(init_fn)}; expected a function of a module, or None")
 
 
@@ -368,34 +312,12 @@ def refuse_missing_values(state: PipelineState, after: str, why: str) -> None:
         )
 
 
-def initialize_stages(state: RankState, init_fn: InitFunction | None) -> None:
-    """Initializes the tensors of this rank. All ranks call it within a block that they run together."""
-    connection, model = state.group.connection, state.model
-    generators = (torch.get_rng_state(), python_rng_state())
-    numbers, python_states = state.group.broadcast(generators, "the state of its random generators")
-    torch.set_rng_state(numbers)
-    set_python_rng_state(python_states)
-    modules = list(_children_first(model))
-    if init_fn is None:  # the plain model constructs each module once
-        modules = list(dict.fromkeys(modules))
-    with _initializing(state.own_tensors().values(), state.model) as initialization:
-        for module in modules:
-            initialization.run(module, init_fn)
-        everybody = connection.all_gather(initialization.digest, "the end of the initialization", is_long=True)
-        if len({*everybody}) > 1:
-            raise StateError(
-                "the ranks have drawn different random numbers in the initialization: init_fn must do the same on all "
-                "of them, also for the modules of other ranks, and may use no tensors that are not below the module"
-            )
-    state.settle()
-
-
 def initialize_missing(state: PipelineState, names: Collection[str], init_fn: InitFunction | None) -> None:
     """Initializes these tensors by their modules only. The random numbers depend on the module, not on the rank."""
     model, seed = state.model, state.group.broadcast(peek_seed(), "the seed of its random numbers")
     wanted = {_holder_of(model, name) for name in names}
     tensors = [tensor for name, tensor in state.own_tensors().items() if name in names]
-    with preserve_rng(), _initializing(tensors, model) as initialization:
+    with preserve_rng(), _initializing(tensors) as initialization:
         for number, module in enumerate(dict.fromkeys(_children_first(model))):
             if module in wanted:
                 torch.default_generator.manual_seed(mix_seed(seed, number))
@@ -420,7 +342,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextlib.contextmanager
-def _initializing(tensors: Iterable[torch.Tensor], model: nn.Module) -> Iterator[_Initialization]:
+def _initializing(tensors: Iterable[torch.Tensor]) -> Iterator[_Initialization]:
     """Runs a block that initializes these tensors on the CPU. Tensors that it does not write to are unchanged."""
     tensors = list(tensors)
     memory = GivenMemory(tensors, lambda tensor: CPU)
@@ -489,18 +411,15 @@ class _Initialization(TorchDispatchMode):
                 if id(tensor) in self._targets and store.get(key) is not tensor:
                     values[id(tensor)] = tensor, store.get(key), key
                 store[key] = tensor
-        for tensor, value, key in values.values():
-            self._take(tensor, value, f"{key!r} of {with_article(module)}")
-
-    def _take(self, tensor: torch.Tensor, value: Any, name: str) -> None:
-        """Copies the values of a tensor that has replaced this one."""
-        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
-            what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise ArgumentError(
-                f"the initialization sets {name}, which was planned as {tensor.dtype} {tuple(tensor.shape)}, to {what}"
-            )
-        if has_values(value):
-            tensor.detach().copy_(value)
+        for tensor, value, key in values.values():  # of tensors that have replaced others
+            if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+                what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+                raise ArgumentError(
+                    f"the initialization sets {key!r} of {with_article(module)}, which was planned as {tensor.dtype} "
+                    f"{tuple(tensor.shape)}, to {what}"
+                )
+            if has_values(value):
+                tensor.detach().copy_(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.distributed.gradient_reduction import GradientReduction
+from fxpipe._torch.autograd import has_gradient_hooks
 from fxpipe.distributed.held_tensors import RankProgram, TensorExchange, TensorTransfers, share_buffers
 from fxpipe.distributed.packets import MAX_KEYS, Layout, Mailbox, PacketLink, order_of_step
 from fxpipe.distributed.rank_gradients import RankGradients
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankExchange, RankStep
 from fxpipe.distributed.replicas import (
+    GradientReduction,
     ReplicaPart,
     Replicas,
     ReplicaStart,
@@ -203,7 +204,7 @@ class RankEngine(Engine):
         mailbox = self._mailbox(program)
         exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
         exchange.borrow()
-        gradients = RankGradients(program, tensors, inputs.programs, self.group, self.replicas)
+        gradients = RankGradients(program, tensors, inputs.programs, self.replicas)
         part = self._begin(inputs, call, gradients, is_last)
         looks_at_elements = not inputs.is_handed_over and not is_whole and part.micro_batches > 1
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
@@ -217,7 +218,9 @@ class RankEngine(Engine):
                 look_at_elements=(kind is None or kind.look_at_elements) and looks_at_elements,
                 first_micro_batch=part.first,
             )  # fmt: skip
-            report, outputs = StepReport(gradients.have_hooks(step), self._loss_scale(call.scaler)), list[Any]()
+            leaves = (*gradients.trained.values(), *(one.tensor for one in step.trained))
+            has_hooks, outputs = any(map(has_gradient_hooks, leaves)), list[Any]()
+            report = StepReport(has_hooks, self._loss_scale(call.scaler))
             if step.loss is not None:
                 self.refuse_strange_leaves(step.loss)
                 report.loss = loss_of_replica(step.loss.losses)

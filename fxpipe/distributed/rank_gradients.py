@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe._torch.autograd import has_gradient_hooks, leaves_below
+from fxpipe._torch.autograd import leaves_below
 from fxpipe.distributed.device_transfers import WAITED_FOR
-from fxpipe.distributed.gradient_reduction import GradientReduction, StageParameter
 from fxpipe.distributed.held_tensors import RankProgram
-from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep
-from fxpipe.distributed.replicas import Replicas, StepReport
+from fxpipe.distributed.replicas import GradientReduction, Replicas, StageParameter, StepReport
 from fxpipe.rewriting.program import Program
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.commit import GradientList, gradient_rollback
@@ -39,29 +37,20 @@ class RankGradients:
         program: RankProgram,
         tensors: ModelTensors,
         programs: Sequence[Program],
-        group: RankGroup,
         replicas: Replicas,
     ):
-        self._held, self._transfers, self._tensors, self._programs = program.held, program.transfers, tensors, programs
-        self._group, self._replicas = group, replicas
-        self.trained = self._trained()
-        own = program.held.used_by_stages(group.rank)
+        self._group, self._replicas = replicas.group, replicas
+        held, rank = program.held, replicas.group.rank
+        own = held.used_by_stages(rank)
+        changed = {name for one in programs for name in one.changes}
+        names = dict.fromkeys((*program.transfers.stages_of, *(name for name, _ in own)))
+        tensors_here = {name: tensors.get(name) for name in names if rank in held.holders(name) and name not in changed}
+        # By name, the tensors that this rank holds and trains.
+        self.trained = {name: tensor for name, tensor in tensors_here.items() if tensor.requires_grad}
         # By stage, the parameters in the reduction: the same in each step, independent of its graph.
         self.parameters = replicas.reducible({(n, j): self.trained[n] for n, j in own if n in self.trained})
         self._apart: dict[StageParameter, torch.Tensor] = {}  # sparse gradients of parameters in the reduction
         self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and sums over replicas of `.grad`
-
-    def _trained(self) -> dict[str, torch.Tensor]:
-        """Returns, by name, the tensors that this rank holds and trains."""
-        rank, held, tensors = self._group.rank, self._held, self._tensors
-        names = dict.fromkeys((*self._transfers.stages_of, *(name for name, _ in held.used_by_stages(rank))))
-        changed = {name for program in self._programs for name in program.changes}
-        own = {name: tensors.get(name) for name in names if rank in held.holders(name) and name not in changed}
-        return {name: tensor for name, tensor in own.items() if tensor.requires_grad}
-
-    def have_hooks(self, step: RankStep) -> bool:
-        leaves = [*self.trained.values(), *(one.tensor for one in step.trained)]
-        return any(map(has_gradient_hooks, leaves))
 
     # -- sums over replicas ------------------------------------------------------------------------------------------
 
@@ -74,7 +63,7 @@ class RankGradients:
         if not self._replicas.sums_gradients:
             return
         rest = {(name, j): totals.sums.pop(name) for j, totals in enumerate(step.totals) for name in [*totals.sums]}
-        report.gradients = self._replicas.give_rest(rest)
+        report.gradients = self._replicas.reduction.give_rest(rest)
         report.loss_parameters = len(parameters_of_loss(step))
         for name, j in report.gradients.late:
             step.totals[j].sums[name] = rest.pop((name, j))
@@ -100,8 +89,7 @@ class RankGradients:
         leaves |= {("", k): leaf for k, (leaf, *_) in enumerate(parameters_of_loss(step))}
         replicas = self._replicas
         earlier = {key: leaf.grad / replicas.count for key, leaf in leaves.items() if leaf.grad is not None}
-        replicas.open_sum()
-        reports = self._group.replicas.all_gather(replicas.give_rest(earlier), WAITED_FOR)
+        reports = self._group.replicas.all_gather(replicas.open_sum().give_rest(earlier), WAITED_FOR)
         self._earlier = [(leaves[key], value) for key, value in replicas.finish_sum(earlier, reports).items()]
         self._wait_for_devices()
 
@@ -163,7 +151,8 @@ class RankGradients:
 
     def _spread_infinity(self, gradients: Sequence[torch.Tensor]) -> None:
         """Makes gradients on all ranks infinite if any rank has infinite ones, so that all scalers skip the update."""
-        finite = [torch.isfinite(_values(gradient)).all() for gradient in gradients]
+        values = (one.coalesce().values() if one.is_sparse else one for one in gradients)
+        finite = [torch.isfinite(one).all() for one in values]
         is_finite = bool(torch.stack([flag.cpu() for flag in finite]).all()) if finite else True
         if all(self._group.connection.all_gather(is_finite, "the gradients of the other ranks to be finite")):
             return
@@ -178,11 +167,6 @@ def parameters_of_loss(step: Step) -> list[tuple[nn.Parameter, torch.Tensor, int
     """Returns the parameters that loss_fn uses, with the sums and counts of their gradients."""
     own = [] if step.loss is None else step.loss.own.values()
     return [(leaf, gradient, count) for leaf, gradient, count in own if isinstance(leaf, nn.Parameter)]
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of a gradient: the stored elements if it is sparse."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 @torch.no_grad()

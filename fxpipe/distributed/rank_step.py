@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from fxpipe._torch.autograd import takes_gradient
-from fxpipe.distributed.gradient_reduction import GradientReduction
 from fxpipe.distributed.packets import PacketLink, PacketValue, cut_of
 from fxpipe.distributed.rank_group import RankGroup
+from fxpipe.distributed.replicas import GradientReduction
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import PIPE_INPUT, ValueKey
 from fxpipe.rewriting.relay_routes import GradientKey, RelayRoutes

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fxpipe.distributed.device_transfers import WAITED_FOR
-from fxpipe.distributed.gradient_reduction import StageParameter
 from fxpipe.distributed.held_tensors import RankProgram, share_buffers
 from fxpipe.distributed.packets import JOB_TAG, Layout, Mailbox, PacketLink, PacketOrder, PacketValue, cut_of, tag_of
 from fxpipe.distributed.rank_engine import RankEngine, RankInputs, pairs_of_ranks
@@ -39,6 +38,7 @@ from fxpipe.distributed.replicas import (
     ReplicaLoss,
     ReplicaPart,
     ReplicaStart,
+    StageParameter,
     digest,
     loss_of_replica,
     loss_of_union,
@@ -224,7 +224,7 @@ class RankStream(Stream):
         """Returns this replica's part in the first mini-batch of a graph. All ranks call it."""
         engine, program = self.engine, inputs.union
         tensors = ModelTensors(engine.model, inputs.constants)
-        gradients = RankGradients(program, tensors, inputs.programs, engine.group, self._replicas)
+        gradients = RankGradients(program, tensors, inputs.programs, self._replicas)
         self._summed, self._digest = gradients.parameters, digest(gradients.parameters)
         self._changes_buffers = bool(engine.changed_here(inputs))
         part = self.settle_part(program, self.start_of(program, inputs))
@@ -332,8 +332,7 @@ class RankStream(Stream):
     def _sum_over_replicas(self, step: RankStreamStep, j: int) -> None:
         """Sums the gradients of a stage over replicas. Raises `LossError` if element weights differ between them."""
         replicas, own = self._replicas, {(name, j): gradient for name, gradient in step.totals[j].sums.items()}
-        replicas.open_sum()
-        report = self._evidence_of_stage(step), replicas.give_rest(own)
+        report = self._evidence_of_stage(step), replicas.open_sum().give_rest(own)
         reports: list[tuple[LossEvidence, GradientReport]] = replicas.group.replicas.all_gather(report, WAITED_FOR)
         evidence, gradients = [[one] for one, _ in reports], [one for _, one in reports]
         LossVerdict.of(evidence, firsts=step.part.firsts).check(None, 0)

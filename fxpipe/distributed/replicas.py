@@ -4,7 +4,15 @@ A step processes the *union*: one mini-batch that concatenates the mini-batches 
 numbers of samples first, so each sample has equal weight. Micro-batches, and random numbers with them, are numbered
 over all replicas.
 
-Gradients are summed over replicas. Within `no_sync()` they stay on their replica, and with n replicas `.grad` has n
+Gradients are summed over replicas, in buckets that are sent while the last backward runs:
+
+    last B of a stage ──▶ give("weight", stage) ──▶ bucket ──▶ all-reduce, concurrent with the rest of the step
+
+A bucket has parameters of one dtype, in the order in which a backward completes their gradients. It is all-reduced when
+it is full and the previous buckets are sent, so the order of buckets is the same on all replicas. Buckets are on the
+device if the replicas have a backend that sums there (`DeviceSums`), else on the CPU with gloo.
+
+Within `no_sync()` they stay on their replica, and with n replicas `.grad` has n
 times its part, as with `DistributedDataParallel`; the next call without `no_sync()` adds it to its sum. Some gradients
 do not fit buckets, and are summed through CPU memory: sparse gradients, and *late* ones, of later graphs that other
 replicas may not have run.
@@ -12,24 +20,28 @@ replicas may not have run.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fxpipe.distributed.connection import content_of
-from fxpipe.distributed.device_transfers import WAITED_FOR
-from fxpipe.distributed.gradient_reduction import GradientReduction, StageParameter
+from fxpipe._torch.process_groups import ProcessGroupGloo
+from fxpipe.cluster import BUCKET_BYTES
+from fxpipe.distributed.connection import content_of, lost_connection
+from fxpipe.distributed.device_transfers import WAITED_FOR, DeviceSums
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.errors import LossError, StateError
+from fxpipe.errors import InternalError, LossError, StateError
 from fxpipe.runtime.loss_audit import LossEvidence
 from fxpipe.runtime.losses import LARGEST_UNIT, MicroBatchLosses
 from fxpipe.utils.output_combination import OutputCombination
 
-_NEXT_MINI_BATCH = "the next mini-batches of the other replicas"
+StageParameter = tuple[str, int]  # parameter name, stage that uses it
+NEXT_MINI_BATCH = "the next mini-batches of the other replicas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +206,116 @@ def weight_of_union(losses: Sequence[ReplicaLoss]) -> Any:
     return sum((loss.weight for loss in losses[1:]), losses[0].weight)
 
 
+def buckets_of(parameters: Mapping[StageParameter, torch.Tensor]) -> list[list[StageParameter]]:
+    """Returns the parameters of each bucket, in the order in which buckets are full. `parameters`: last stage first."""
+    stages = dict.fromkeys(j for _, j in parameters)
+    order = [key for stage in stages for key in reversed([*parameters]) if key[1] == stage]
+    filling: dict[torch.dtype, list[StageParameter]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    full = []
+    for key in order:
+        tensor = parameters[key]
+        if tensor.dtype in filling and sizes[tensor.dtype] + tensor.nbytes > BUCKET_BYTES:
+            full.append(filling.pop(tensor.dtype))
+        if tensor.dtype not in filling:
+            filling[tensor.dtype], sizes[tensor.dtype] = [], 0
+        filling[tensor.dtype].append(key)
+        sizes[tensor.dtype] += tensor.nbytes
+    return sorted([*full, *filling.values()], key=lambda bucket: order.index(bucket[-1]))
+
+
+class GradientReduction:
+    """Sums the gradients of these parameters over replicas, once per call of `begin`."""
+
+    def __init__(
+        self,
+        group: ProcessGroupGloo,
+        parameters: Mapping[StageParameter, torch.Tensor],
+        sums: DeviceSums | None = None,
+    ):
+        """`group`: of the replicas, used only here. `parameters`: in the same order on all. `sums`: None for gloo."""
+        self._like = {key: (tensor.shape, tensor.dtype, tensor.device) for key, tensor in parameters.items()}
+        self._completed: set[StageParameter] = set()
+        self._reducer: Any = group if sums is None else sums
+        self._sums, self._device = sums, torch.device("cpu") if sums is None else sums.device
+        self._buckets = buckets_of(parameters)
+        self._gradients: dict[StageParameter, torch.Tensor] = {}  # waiting for their bucket
+        self._begun: list[tuple[Any, torch.Tensor]] = []  # by bucket, the operation and its memory
+        if sums is not None:
+            sums.connect()
+
+    def has(self, key: StageParameter) -> bool:
+        return key in self._like
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._sums is None else self._sums.on_stream()
+
+    def begin(self) -> None:
+        """Begins a sum on all replicas."""
+        self._completed.clear()
+        self._gradients.clear()
+        self._begun.clear()
+
+    def close(self) -> None:
+        """Closes the connections despite references to this object: replicas that wait for this one fail."""
+        self._reducer = None
+        self.begin()
+
+    def give(self, key: StageParameter, gradient: torch.Tensor) -> None:
+        """Adds the gradient of one parameter in one stage, in the dtype of the parameter; sends its bucket if full."""
+        self._completed.add(key)
+        shape, dtype, _ = self._like[key]
+        if gradient.shape != shape:
+            raise InternalError(f"the gradient of {key} has shape {(*gradient.shape,)} and not shape {(*shape,)}")
+        gradient = gradient.to(self._device, dtype)
+        if self._sums is not None:
+            self._sums.take(gradient)
+        self._gradients[key] = gradient
+        for bucket in self._buckets[len(self._begun) :]:
+            if not self._gradients.keys() >= {*bucket}:
+                break
+            with self._on_stream():
+                memory = torch.cat([self._gradients.pop(key).reshape(-1) for key in bucket])
+                self._begun.append((_or_lost(functools.partial(self._reducer.allreduce, [memory])), memory))
+
+    def give_rest(self, gradients: dict[StageParameter, torch.Tensor]) -> GradientReport:
+        """Takes the remaining gradients that it sums out of `gradients`, and adds zeros for missing ones."""
+        late = gradients.keys() - self._like.keys()
+        sparse = {key for key, gradient in gradients.items() if gradient.is_sparse} - late
+        missing = self._like.keys() - self._completed - (gradients.keys() - sparse)
+        for key, (shape, dtype, _) in self._like.items():
+            if key in missing:
+                self.give(key, torch.zeros(shape, dtype=dtype, device=self._device))
+            elif key not in self._completed:
+                self.give(key, gradients.pop(key))
+        return GradientReport(frozenset(missing), frozenset(sparse), frozenset(late))
+
+    def finish(self) -> dict[StageParameter, torch.Tensor]:
+        """Waits for the sums over replicas; returns them on the devices of the parameters."""
+        gradients: dict[StageParameter, torch.Tensor] = {}
+        with self._on_stream():
+            for bucket in self._buckets:
+                work, memory = self._begun.pop(0)
+                _or_lost(work.wait)
+                parts = memory.split([self._like[key][0].numel() for key in bucket])
+                for key, part in zip(bucket, parts, strict=True):
+                    shape, _, device = self._like[key]
+                    gradients[key] = part.view(shape).to(device, copy=True)
+        if self._sums is not None:
+            self._sums.settle(gradients.values())
+        return {key: gradients[key] for key in self._like}
+
+
+def _or_lost(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        failure = lost_connection(WAITED_FOR, error)
+    raise failure  # out here: with torch's error as its context it would keep the connections open
+
+
 class Replicas:
     """This process's replica and its communication with the others in each step."""
 
@@ -237,11 +359,9 @@ class Replicas:
         combinations: Sequence[OutputCombination],
     ) -> ReplicaPart:
         """Exchanges messages with the other replicas; returns this one's part. `parameters`: `reducible` ones."""
-        if self.count == 1:
-            return ReplicaPart(own.seed or 0, own.micro_batches, own.batch, known=own.known)
         starts = self.group.replicas.all_gather(own, "the other replicas to begin the step")
         part = part_of(starts, self.group.replica, combinations)
-        if self.is_synced:
+        if self.sums_gradients:
             self.prepare_sum(parameters, own.parameters)
         return part
 
@@ -252,7 +372,7 @@ class Replicas:
 
         All replicas use the smallest number of micro-batches of any replica, so that their rows are equal.
         """
-        starts: list[ReplicaStart | None] = self.group.replicas.all_gather(own, _NEXT_MINI_BATCH)
+        starts: list[ReplicaStart | None] = self.group.replicas.all_gather(own, NEXT_MINI_BATCH)
         known = [start for start in starts if start is not None]
         if len(known) < len(starts):
             return None
@@ -293,11 +413,15 @@ class Replicas:
         """Returns whether the gradients of a step are summed over replicas."""
         return self.count > 1 and self.is_synced
 
+    @property
+    def reduction(self) -> GradientReduction:
+        assert self._reduction is not None
+        return self._reduction
+
     def open_sum(self) -> GradientReduction:
         """Begins a sum of gradients over replicas."""
-        assert self._reduction is not None
-        self._reduction.begin()
-        return self._reduction
+        self.reduction.begin()
+        return self.reduction
 
     # -- after the rows ----------------------------------------------------------------------------------------------
 
@@ -307,26 +431,16 @@ class Replicas:
             weight = min(max(float(abs(weight_of_union(losses))), 1.0), LARGEST_UNIT)
             self._unit = 2.0 ** -math.ceil(math.log2(weight))
 
-    def give_rest(self, gradients: dict[StageParameter, torch.Tensor]) -> GradientReport:
-        """Gives the reduction the complete gradients that it sums, and removes these."""
-        reduction = self._reduction
-        assert reduction is not None
-        late = frozenset(key for key in gradients if not reduction.has(key))
-        sparse = frozenset(key for key, gradient in gradients.items() if gradient.is_sparse) - late
-        reduction.give_rest({key: gradients.pop(key) for key in gradients.keys() - sparse - late})
-        return GradientReport(reduction.missing, sparse, late)
-
     def finish_sum(
         self, gradients: Mapping[StageParameter, torch.Tensor], reports: Sequence[GradientReport]
     ) -> dict[StageParameter, torch.Tensor]:
-        """Returns the sums over replicas, after `give_rest` of all of them.
+        """Returns the sums over replicas, after `GradientReduction.give_rest` of all of them.
 
         Args:
             gradients: others to be summed now, sparse or late.
             reports: of all replicas, from `give_rest`.
         """
-        assert self._reduction is not None
-        sums = {k: v for k, v in self._reduction.finish().items() if not all(k in one.missing for one in reports)}
+        sums = {k: v for k, v in self.reduction.finish().items() if not all(k in one.missing for one in reports)}
         if any(one.sparse or one.late for one in reports):
             for key, value in self.sum_apart(gradients).items():
                 sums[key] = sums[key] + value if key in sums else value

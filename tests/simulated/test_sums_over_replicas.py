@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.distributed import device_transfers, gradient_reduction
+from fxpipe.distributed import device_transfers, replicas
 from fxpipe.distributed.device_transfers import DeviceSums
-from fxpipe.distributed.gradient_reduction import GradientReduction
+from fxpipe.distributed.replicas import GradientReduction
 from fxpipe.errors import DistributedError
 from fxpipe.utils import accelerator
 from simulated import communicator
@@ -96,7 +96,7 @@ def train_on_both(mesh, schedule, loss_fn):
     """What training has on devices and on the CPU, the number of sums in memory of devices, and races."""
     machine = devices.simulated_machine()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_reduction, "BUCKET_BYTES", 10)  # a bucket for each gradient
+        patch.setattr(replicas, "BUCKET_BYTES", 10)  # a bucket for each gradient
         before = all_reduces()
         machine.begin(host_ahead=True)
         on_devices = trained("sim", schedule, loss_fn)

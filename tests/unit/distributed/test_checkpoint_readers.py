@@ -47,8 +47,7 @@ def test_an_index_that_cannot_be_followed_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match=r"names files that are not there: .*model-00001-of-00002\.safetensors"):
         open_checkpoint(tmp_path)
     save_file({"b": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
-    with pytest.raises(ArgumentError, match="cannot be read for 'a'"):
-        open_checkpoint(tmp_path).shape_of("a")
+    assert {*open_checkpoint(tmp_path).keys} == {"b"}  # `a` is then missing
 
 
 def test_several_checkpoints_in_a_folder_are_not_chosen_from(tmp_path):

@@ -93,7 +93,7 @@ def test_memory_of_a_communicator_that_cannot_be_ended_is_never_used_again(monke
     monkeypatch.setattr(device_transfers, "_NEVER_REUSED", kept := [])
     monkeypatch.setattr(device_transfers.accelerator, "new_stream", lambda device: None)
     transfers = DeviceTransfers("nccl", CUDA, None, 0, 1.0)
-    transfers._communicators = {(0, 1): Communicator(None) if can_end else object(), (1, 2): None}
+    transfers._communicators = {(0, 1): Communicator(None) if can_end else object()}
     sent, received = torch.zeros(1), torch.ones(1)
     transfers._sends, transfers._receives = {"a": [(None, sent)]}, {"b": (None, received)}
     transfers.close()

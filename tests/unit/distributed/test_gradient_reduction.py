@@ -14,8 +14,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe._torch.process_groups import ProcessGroupGloo
-from fxpipe.distributed import gradient_reduction, rank_stream
-from fxpipe.distributed.gradient_reduction import GradientReduction, buckets_of
+from fxpipe.distributed import rank_stream, replicas
+from fxpipe.distributed.replicas import GradientReduction, buckets_of
 from fxpipe.errors import DistributedError, InternalError
 from fxpipe.runtime.step import Step
 
@@ -61,7 +61,7 @@ def test_gradients_go_to_the_other_replicas_while_the_last_backward_runs(four_ra
 
 
 def test_buckets_are_in_the_order_in_which_a_backward_completes_gradients(monkeypatch):
-    monkeypatch.setattr(gradient_reduction, "BUCKET_BYTES", 32)
+    monkeypatch.setattr(replicas, "BUCKET_BYTES", 32)
     half = {"dtype": torch.float16}
     parameters = {
         ("c", 1): torch.ones(4), ("d", 1): torch.ones(4), ("e", 1): torch.ones(2, **half),
@@ -71,7 +71,7 @@ def test_buckets_are_in_the_order_in_which_a_backward_completes_gradients(monkey
 
 
 def test_sums_are_those_of_all_replicas_in_the_shapes_of_the_parameters(monkeypatch):
-    monkeypatch.setattr(gradient_reduction, "BUCKET_BYTES", 32)
+    monkeypatch.setattr(replicas, "BUCKET_BYTES", 32)
     parameters = {
         ("a", 1): torch.ones(2, 3),
         ("b", 1): torch.ones(4),
