@@ -92,8 +92,8 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/stream.py",
-        "        self._counts = self._write_counts()\n        self.gradients.hide()\n\n\n",
-        "        self._counts = self._write_counts()\n\n\n",
+        "in self._named.values()]\n        self.hide_gradients()\n\n\n",
+        "in self._named.values()]\n\n\n",
         "behaviour/test_pipedream.py::test_what_looks_for_gradients_in_the_middle_of_a_stream_is_told_that_there_are_none",
     ),
     Mutant(
@@ -146,7 +146,7 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/stream.py",
-        "if count > 1 and stage.changes",
+        "if own > 1 and stage.changes",
         "if False",
         "unit/runtime/test_stream_replicas.py::test_batch_norm_sees_the_mini_batches_in_order",
     ),
@@ -267,19 +267,19 @@ RUNTIME = (
         "on the CPU autograd has no threads of its own; with GPUs the tests that need them see it",
     ),
     Mutant(
-        "runtime/action_performer.py",
+        "runtime/executors.py",
         "            if self.failure is None:\n                self.failure = error",
         "            self.failure = error",
         "unit/runtime/test_failures.py::test_the_first_of_several_failures_arrives",
     ),
     Mutant(
-        "runtime/action_performer.py",
+        "runtime/executors.py",
         "        except BaseException as error:",
         "        except Exception as error:",
         "unit/runtime/test_failures.py::test_every_kind_of_exception_arrives",
     ),
     Mutant(
-        "runtime/action_performer.py",
+        "runtime/executors.py",
         "        self.open_all()\n",
         "",
         (
@@ -288,7 +288,7 @@ RUNTIME = (
         ),
     ),
     Mutant(
-        "runtime/action_performer.py",
+        "runtime/executors.py",
         "            return\n        self.pass_on(action)",
         "        self.pass_on(action)",
         "unit/runtime/test_failures.py::test_others_stop_before_their_next_action",
@@ -591,14 +591,14 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/executors.py",
-        "            step.fail(error)\n            self._wait_until_idle(queues, threads)\n",
-        "            step.fail(error)\n",
+        "                step.fail(error)\n                self._wait_until_idle(queues, threads)\n",
+        "                step.fail(error)\n",
         "unit/runtime/test_executors.py::test_an_interrupt_of_the_caller",
     ),
     Mutant(
         "runtime/executors.py",
-        "            raise  # also where",
-        "            raise_failure(step)  # also where",
+        "                raise  # also where",
+        "                raise_failure(step)  # also where",
         "unit/runtime/test_executors.py::test_an_interrupt_of_the_caller",
     ),
     Mutant(

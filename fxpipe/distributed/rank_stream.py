@@ -184,7 +184,7 @@ class RankStreamRun(StreamRun):
     @staticmethod
     def _is_end(one: MiniBatch, own: Action) -> bool:
         """Returns whether this is the last backward of a mini-batch in a stage."""
-        return own.kind is ActionKind.BACKWARD and own.micro_batch == one.micro_batches - 1
+        return own.kind is ActionKind.BACKWARD and own.micro_batch == one.step.micro_batches - 1
 
 
 def _rank_step(one: MiniBatch) -> RankStreamStep:
@@ -303,7 +303,7 @@ class RankStream(Stream):
         if is_part:
             loss, divisor = self._loss_of_union(_rank_step(one), loss_of_replica(losses))
         loss, divisor = map_tensor_leaves(lambda t: t.detach().cpu(), (loss, divisor))
-        shares = [float(losses.share(i) * losses.scale) for i in range(one.micro_batches)]
+        shares = [float(losses.share(i) * losses.scale) for i in range(one.step.micro_batches)]
         return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), one.is_verified)
 
     def _loss_of_union(self, step: RankStreamStep, loss: ReplicaLoss) -> tuple[torch.Tensor, Any]:

@@ -130,6 +130,7 @@ class ModelTensors:
     # Caches, since a step looks up each tensor three times, and finding a module takes 0.1 ms.
     modules: dict[str, nn.Module] = field(default_factory=dict)
     places: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)  # by name: dict and key
+    versions: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by identity, in place of parameters
 
     def _module(self, path: str) -> nn.Module:
         if not path:
@@ -165,7 +166,8 @@ class ModelTensors:
     def get(self, name: str) -> torch.Tensor:
         store, key = self._slot(name)
         tensor: Any = store[key]
-        return tensor.__wrapped__ if tensor.__class__ is NotKept else tensor  # type: ignore[no-any-return]
+        tensor = tensor.__wrapped__ if tensor.__class__ is NotKept else tensor
+        return self.versions.get(id(tensor), tensor)
 
     def set(self, name: str, value: torch.Tensor | NotKept) -> None:
         try:

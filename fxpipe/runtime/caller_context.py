@@ -65,11 +65,26 @@ class CallerContext:
     @classmethod
     def now(cls) -> CallerContext:
         """Returns the context of this thread; raises if a pipe cannot run here."""
-        _refuse_transforms()
+        if is_in_functorch_transform():
+            raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
+        if is_jit_tracing():
+            raise StateError(
+                "a pipe cannot be traced by torch.jit, which does not see its workers; trace the model: "
+                "fxpipe.unwrap(pipe)"
+            )
+        if is_in_forward_mode():
+            raise StateError(
+                "a pipe cannot run inside torch.autograd.forward_ad.dual_level: tangents would stop at its stages; use "
+                "the model: fxpipe.unwrap(pipe)"
+            )
         stack = current_function_modes()
         functions = tuple(mode for mode in stack if not isinstance(mode, DeviceContext))
         dispatches = current_dispatch_modes()
-        _refuse_modes(dispatches)
+        for mode in filter(is_infrastructure_mode, dispatches):  # torch's own, which replace tensors
+            raise StateError(
+                f"a pipe cannot run inside {type(mode).__name__} (fake tensors, torch.export, make_fx): its stages "
+                "need values; give the model itself (fxpipe.unwrap(pipe)), or use fxpipe.plan, which takes fake tensors"
+            )
         inference, hooks = torch.is_inference_mode_enabled(), current_hooks()
         if not (inference or hooks or stack or dispatches):
             return _EMPTY_CONTEXT
@@ -89,11 +104,8 @@ class CallerContext:
         is_empty = replace(self, hooks=None, is_empty=True) == _EMPTY_CONTEXT and not (autocast or forward.hooks)
         return replace(self, hooks=forward.hooks, autocast=autocast, is_empty=is_empty)
 
-    def for_action(self, kind: ActionKind, device: torch.device) -> AbstractContextManager[Any]:
-        return _NOTHING if self.is_empty else self._entered(kind, device)
-
     @contextmanager
-    def _entered(self, kind: ActionKind, device: torch.device) -> Iterator[None]:
+    def for_action(self, kind: ActionKind, device: torch.device) -> Iterator[None]:
         with self.turn, ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -142,54 +154,14 @@ def _push(stack: ExitStack, mode: TorchFunctionMode | TorchDispatchMode) -> None
         stack.callback(pop_dispatch_mode)
 
 
-# -- contexts in which a pipe cannot run ----------------------------------------------------------------------------
-
-
-def _refuse_transforms() -> None:
-    if is_in_functorch_transform():
-        raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
-    if is_jit_tracing():
-        raise StateError(
-            "a pipe cannot be traced by torch.jit, which does not see its workers; trace the model: fxpipe.unwrap(pipe)"
-        )
-    if is_in_forward_mode():
-        raise StateError(
-            "a pipe cannot run inside torch.autograd.forward_ad.dual_level: tangents would stop at its stages; use the "
-            "model: fxpipe.unwrap(pipe)"
-        )
-
-
-def _refuse_modes(modes: tuple[TorchDispatchMode, ...]) -> None:
-    """Raises if torch's own modes, which have a key, are active: they replace tensors (fake, functional, proxies)."""
-    for mode in modes:
-        if is_infrastructure_mode(mode):
-            raise StateError(
-                f"a pipe cannot run inside {type(mode).__name__} (fake tensors, torch.export, make_fx): its stages "
-                "need values; give the model itself (fxpipe.unwrap(pipe)), or use fxpipe.plan, which takes fake tensors"
-            )
-
-
-# -- The default state of worker threads: an action sets only differences from it ------------------------------------
-#
-# Setting the state of a thread and restoring it takes ten microseconds, and nearly all actions need the same. So a row
-# sets it once: the caller's grad mode, no autocast, which backward must not have, and no multithreading in autograd.
-# Forward and loss then set nothing unless the caller has autocast on. A grad mode that user code leaves set
-# is reset: checking for it is cheap.
-
 T = TypeVar("T")
 
 
-@contextmanager
-def thread_defaults(state: ThreadState) -> Iterator[None]:
-    """A block of a thread, for all actions of a row. `state`: of the caller."""
-    with set_thread_state(state.without_autocast()), torch.autograd.set_multithreading_enabled(False):
-        yield
-
-
 class CallerStateRunner:
-    """Calls functions in the state of the caller, from a thread with the default state.
+    """Calls functions in the state of the caller, from a thread in the state of `ActionPerformer.in_row`.
 
-    If one raises, the row ends, and the end of the row restores the state.
+    A grad mode that user code leaves set is reset: checking for it is cheap. If a function raises, the row ends, and
+    the end of the row restores the state.
     """
 
     def __init__(self, state: ThreadState):

@@ -23,18 +23,19 @@ from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below
+from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, LossError, StateError
 from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.commit import GradientList, add_gradient, attach_commit, gradient_rollback
 from fxpipe.runtime.exchange import BoundaryValue
-from fxpipe.runtime.executors import Executor, close_all_executors
+from fxpipe.runtime.executors import ActionPerformer, Executor, close_all_executors
 from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict
 from fxpipe.runtime.loss_checks import LossHistories, LossHistory
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import MODEL_LOSS_REMEDIES, LossCall, MicroBatchLosses
-from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_before_updates, update_rows
+from fxpipe.runtime.stage_updates import OverlappedUpdates, actions_before_updates, update_rows
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs, gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.step_record import DeviceRecord, StepNotes, StepRecord, step_record_of
@@ -222,7 +223,8 @@ class Engine:
         `updates`: by stage, the function that U calls. `replicas`: by worker, their number; empty: one each.
         """
         notes = self._last_notes
-        step = UpdateStep(updates, devices, self._caller_context)
+        step = ActionPerformer(devices, Transport(devices), self._caller_context, ThreadState.now())
+        step.updates = updates
         step.log.begun.append(time.perf_counter())
         last = 0 if notes is None else notes.schedule.micro_batches - 1
         self.executor.run(step, update_rows(updates, placement, last, replicas))
@@ -291,7 +293,7 @@ class Engine:
             end: makes gradients of the sums; None: divides them.
             running: a block around `backward`.
         """
-        named = self._trained_parameters(step) if named is None else named
+        named = step.trained_parameters() if named is None else named
         trained, parameters = step.trained, [*named.values()]
         inputs = [one.tensor for one in trained]
 
@@ -306,11 +308,6 @@ class Engine:
 
         followed = step.transport.on_step_streams(finish)
         return attach_commit(followed, outputs, [*parameters, *inputs, *extra], running)
-
-    @staticmethod
-    def _trained_parameters(step: Step) -> dict[str, torch.Tensor]:
-        named = step.tensors_by_name()
-        return {name: tensor for name, tensor in named.items() if tensor.requires_grad and not step.is_changed(name)}
 
     # -- forward and backward in one ---------------------------------------------------------------------------------
 
@@ -398,7 +395,7 @@ class Engine:
         _refuse_parameters_in_loss(step.loss, updates)
         extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
         updated = updates.identities if updates is not None and updates.begun else ()
-        named = {name: t for name, t in self._trained_parameters(step).items() if id(t) not in updated}
+        named = {name: t for name, t in step.trained_parameters().items() if id(t) not in updated}
         (root,) = self.commit(step, lambda _: None, [torch.zeros((), device="cpu")], extra, named)
         if not root.requires_grad:  # all parameters are updated, and their gradients freed
             step.transport.on_step_streams(lambda _: None)(None)
@@ -427,7 +424,7 @@ class Engine:
         for step in steps:
             _refuse_parameters_in_loss(step.loss, updates)
         own = {id(parameter) for parameter in updates.parameters.get(j, ())}
-        named = {name: tensor for name, tensor in self._trained_parameters(steps[0]).items() if id(tensor) in own}
+        named = {name: tensor for name, tensor in steps[0].trained_parameters().items() if id(tensor) in own}
 
         summed: set[str] = set()
 

@@ -1,4 +1,6 @@
-"""Executors of the rows of a step: worker threads, or the caller's thread. They guarantee:
+"""What performs the actions of a step, and the executors of its rows: worker threads, or the caller's thread.
+
+An executor calls `wait(action)` and `perform(action)` of an `ActionPerformer` within `in_row()`. It guarantees:
 
 - Every row ends: an exception in one opens all fences, and the other rows stop before their next action.
 - `run` returns when all rows have ended; then it raises the exception, if any. An interrupt of the caller (Ctrl-C)
@@ -16,36 +18,141 @@ import contextvars
 import os
 import queue
 import threading
+import time
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
+from torch.autograd import profiler
 
+from fxpipe._torch.profiler import ALL_THREADS_CONFIG, is_profiler_on, sees_this_thread_only
+from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import InternalError, StateError
-from fxpipe.runtime.action_performer import ActionPerformer, warn_of_unseen_workers
-from fxpipe.scheduling.actions import Action, Rows
+from fxpipe.rewriting.program import stage_context
+from fxpipe.runtime.caller_context import CallerContext
+from fxpipe.runtime.step_record import StepLog, mark_time
+from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.wiring import Fences
+from fxpipe.scheduling.actions import Action, ActionKind, Rows
+from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils import accelerator
 
 
-class Executor(Protocol):
-    """Runs the rows of a step to their end, or raises the step's exception."""
+class ActionPerformer:
+    """Performs the actions of parallel rows; a failure in one row ends all. By itself it can only update stages.
 
-    def run(self, step: ActionPerformer, rows: Rows) -> None: ...
+    Each action runs on its stage's device and streams, in the caller's context, timed, with a note if it fails. In a
+    profiler it is a range, `fxpipe F stage 1 micro-batch 3`.
+    """
 
-    def start(self, step: ActionPerformer, rows: Rows) -> None:
-        """Queues rows, none of which may wait for an action that is not queued yet."""
+    # By kind of action: a method with arguments (stage, micro-batch).
+    methods: Mapping[ActionKind, str] = {
+        ActionKind.FORWARD: "forward",
+        ActionKind.RECOMPUTE: "recompute",
+        ActionKind.BACKWARD: "backward",
+        ActionKind.WEIGHT: "weight_gradients",
+        ActionKind.UPDATE: "update",
+    }
+    recomputes = False  # some actions are R
 
-    def wait(self, event: threading.Event) -> None:
-        """Returns when a queued row has set the event, which a failure sets, too."""
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        transport: Transport,
+        context: CallerContext,
+        state: ThreadState,
+        stage_devices: Sequence[Sequence[torch.device]] = (),
+    ):
+        """`devices`: by stage. `stage_devices`: by stage, of its replicas; empty: each stage has one."""
+        self.devices, self.transport, self.state = tuple(devices), transport, state
+        self.stage_devices = tuple(map(tuple, stage_devices)) or tuple((device,) for device in devices)
+        self.has_replicas = any(len(own) > 1 for own in self.stage_devices)
+        # Device and stream by stage and replica, cached for all actions.
+        self._places = [[(device, transport.compute_stream(device)) for device in own] for own in self.stage_devices]
+        self.caller_context = context  # the caller's; replaced for a drop-in's backward
+        self.updates: Mapping[int, Callable[[], None]] = {}  # by stage, what U calls
+        self.fences = Fences({})
+        self.failure: BaseException | None = None
+        self.log = StepLog()
+        self._failing = threading.Lock()
 
-    def finish(self, step: ActionPerformer) -> None:
-        """Returns when all queued rows have ended, or raises the step's exception."""
+    @contextmanager
+    def in_row(self) -> Iterator[None]:
+        """A block in which a thread performs a row or a part of one.
 
-    @property
-    def is_closed(self) -> bool: ...
+        Setting the state of a thread and restoring it takes ten microseconds, and nearly all actions need the same. So
+        a row sets it once: the caller's grad mode, no autocast, which backward must not have, and no multithreading in
+        autograd. Forward and loss then set nothing unless the caller has autocast on (`CallerStateRunner`).
+        """
+        stage_context.recomputes = self.recomputes
+        with set_thread_state(self.state.without_autocast()), torch.autograd.set_multithreading_enabled(False):
+            yield
 
-    def close(self) -> None: ...
+    def wait(self, action: Action) -> None:
+        """Returns when the action may start, or when the step has failed."""
+        self.fences.wait(action)
+
+    def pass_on(self, action: Action) -> None:
+        """Opens the fences of an action that has ended."""
+        self.fences.pass_on(action)
+
+    def open_all(self) -> None:
+        """Opens all fences, so that waiting workers see the failure."""
+        self.fences.open_all()
+
+    def note_of_failure(self, action: Action, error: BaseException) -> str:
+        """Returns the note for an exception: stage, micro-batch and action."""
+        stage, device = f"stage {action.stage} of {len(self.devices)}", self._place(action)[0]
+        return f"fxpipe: {stage} on {device}, micro-batch {action.micro_batch}, {action.kind.words}"
+
+    def _place(self, action: Action) -> tuple[torch.device, Any]:
+        """Returns device and stream of an action. U runs on the device of the parameters, the first replica's."""
+        own = self._places[action.stage]
+        turn = 0 if action.kind is ActionKind.UPDATE else replica_of(action.micro_batch, len(own))
+        return own[turn]
+
+    def fail(self, error: BaseException) -> None:
+        """Stores the first failure and opens all fences, so that every row ends."""
+        with self._failing:
+            if self.failure is None:
+                self.failure = error
+        self.open_all()
+
+    def perform(self, action: Action) -> None:
+        device, stream = self._place(action) if self.has_replicas else self._places[action.stage][0]
+        try:
+            is_seen = is_profiler_on()
+            if stream is None and self.caller_context.is_empty and not is_seen:
+                self._timed(action, stream)
+            else:
+                context = self.caller_context
+                with (
+                    contextlib.nullcontext() if context.is_empty else context.for_action(action.kind, device),
+                    profiler.record_function(action.range_name) if is_seen else contextlib.nullcontext(),
+                    self.transport.at(device),
+                ):
+                    self._timed(action, stream)
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # a failing note must not hide the failure
+                error.add_note(self.note_of_failure(action, error))
+            self.fail(error)
+            return
+        self.pass_on(action)
+
+    def _timed(self, action: Action, stream: Any) -> None:
+        kind, j, i = action
+        start, on_core = mark_time(stream), time.thread_time()
+        getattr(self, self.methods[kind])(j, i)
+        self.log.times[action] = (start, mark_time(stream))
+        if stream is None:
+            self.log.on_core[action] = time.thread_time() - on_core
+
+    def update(self, j: int, i: int) -> None:
+        with self.transport.at_all(self.devices[j]):
+            self.updates[j]()
 
 
 PIPE_CLOSED = "the pipe is closed; make a new one with fxpipe.pipeline(model, ...)"
@@ -96,7 +203,7 @@ def _worker_main(
 ) -> None:
     """Runs a worker. It holds only its arguments, so that threads do not keep a dropped pipe alive.
 
-    A job is (context, step, row), a queue to answer to, or None for the end. `ended`: exceptions that ended threads.
+    A job is (context, step, row), an event to set, or None for the end. `ended`: exceptions that ended threads.
     """
     try:
         torch.set_num_threads(threads)
@@ -114,7 +221,7 @@ def _worker_main(
             if isinstance(job, tuple):
                 job[0].run(run_row, *job[1:])
             else:
-                job.put(None)
+                job.set()
             del job  # hold nothing of a step while waiting
     except BaseException as error:
         ended.append(error)
@@ -130,77 +237,75 @@ class ThreadedExecutor:
         self._ended: list[BaseException] = []  # exceptions that ended threads
         self._process: int | None = None
         self._step: ActionPerformer | None = None
-        self._closed = False
+        self.is_closed = False
         open_executors.add(self)
 
     def run(self, step: ActionPerformer, rows: Rows) -> None:
+        """Runs the rows of a step to their end, or raises the step's exception."""
         self._begin(step)
-        queues, threads = self._queues, self._threads
-        with self._failing_with(step, queues, threads):
-            self._put(step, rows)
-            self._wait_until_idle(queues, threads)
-        self._step = None
-        raise_failure(step)
+        self.finish(step, rows)
 
     def start(self, step: ActionPerformer, rows: Rows) -> None:
+        """Queues rows, none of which may wait for an action that is not queued yet."""
         if self._step is not step:
             self._begin(step)
         self._put(step, rows)
 
     def wait(self, event: threading.Event) -> None:
+        """Returns when a queued row has set the event, which a failure sets, too."""
         threads = self._threads
         while not event.wait(POLL_SECONDS):
             self._check_alive(threads)
 
-    def finish(self, step: ActionPerformer) -> None:
+    def finish(self, step: ActionPerformer, rows: Rows = ()) -> None:
+        """Returns when all queued rows, and these, have ended, or raises the step's exception."""
         if self._step is step:
             queues, threads = self._queues, self._threads
-            with self._failing_with(step, queues, threads):
+            try:
+                if rows:
+                    self._put(step, rows)
                 self._wait_until_idle(queues, threads)
+            except BaseException as error:  # an interrupt of the caller, at any point, ends the step
+                step.fail(error)
+                self._wait_until_idle(queues, threads)
+                self._step = step.failure = None
+                raise  # also where a stage has failed before: a Ctrl-C must not get lost
             self._step = None
         raise_failure(step)
 
     def _begin(self, step: ActionPerformer) -> None:
-        if self._closed:
+        if self.is_closed:
             raise StateError(PIPE_CLOSED)
         if self._process != os.getpid() or not all(thread.is_alive() for thread in self._threads):
             self._start()
         if self._step is not None:  # after a second interrupt
             self._step.fail(StateError("the step was interrupted"))
-        warn_of_unseen_workers()
+        if sees_this_thread_only():  # threads cannot be added later (torch 2.13)
+            warnings.warn(
+                "the profiler sees only the thread that started it, and none of the pipe's workers; let it see all: "
+                f"torch.profiler.profile(..., experimental_config={ALL_THREADS_CONFIG})",
+                stacklevel=2,
+            )
         self._step = step
 
     def _put(self, step: ActionPerformer, rows: Rows) -> None:
-        if self._closed:
+        if self.is_closed:
             raise StateError(CLOSED_WHILE_RUNNING)
         for jobs, row in zip(self._queues, rows, strict=True):
             # Each row has a copy of the caller's context variables.
             jobs.put((contextvars.copy_context(), step, row))
 
-    @contextlib.contextmanager
-    def _failing_with(
-        self, step: ActionPerformer, queues: Sequence[queue.SimpleQueue[Any]], threads: Sequence[threading.Thread]
-    ) -> Iterator[None]:
-        """A block in which an interrupt of the caller, at any point, ends the step."""
-        try:
-            yield
-        except BaseException as error:
-            step.fail(error)
-            self._wait_until_idle(queues, threads)
-            self._step = step.failure = None
-            raise  # also where a stage has failed before: a Ctrl-C must not get lost
-
     def _wait_until_idle(self, queues: Sequence[queue.SimpleQueue[Any]], threads: Sequence[threading.Thread]) -> None:
-        idle: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for jobs in queues:
-            jobs.put(idle)
-        for _ in queues:
-            while not _has_answer(idle):
+        idle = [threading.Event() for _ in queues]
+        for jobs, event in zip(queues, idle, strict=True):
+            jobs.put(event)
+        for event in idle:
+            while not event.wait(POLL_SECONDS):
                 self._check_alive(threads)
 
     def _check_alive(self, threads: Sequence[threading.Thread]) -> None:
         """Raises if the executor is closed or a worker has died."""
-        if self._closed:
+        if self.is_closed:
             raise StateError(CLOSED_WHILE_RUNNING)
         if not all(thread.is_alive() for thread in threads):
             names = " and ".join(thread.name for thread in threads if not thread.is_alive())
@@ -225,8 +330,7 @@ class ThreadedExecutor:
         try:
             for thread in threads:
                 thread.start()
-            errors = [ready.get() for _ in threads]
-            for error in errors:
+            for error in [ready.get() for _ in threads]:
                 if error is not None:
                     raise error
         except BaseException:
@@ -239,15 +343,11 @@ class ThreadedExecutor:
         self._queues, self._threads, self._ended, self._process = queues, threads, ended, os.getpid()
         self._step = None
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
     def close(self) -> None:
         """Stops the threads permanently, and waits for them. A step that another thread runs fails."""
         if threading.current_thread() in self._threads:
             raise StateError(CLOSED_INSIDE_STEP)
-        self._closed = True
+        self.is_closed = True
         if self._process == os.getpid():
             if self._step is not None:
                 self._step.fail(StateError(CLOSED_WHILE_RUNNING))
@@ -255,14 +355,6 @@ class ThreadedExecutor:
             for thread in self._threads:
                 thread.join()
         self._queues, self._threads, self._process = [], [], None
-
-
-def _has_answer(answers: queue.SimpleQueue[None]) -> bool:
-    try:
-        answers.get(timeout=POLL_SECONDS)
-    except queue.Empty:
-        return False
-    return True
 
 
 def _stop_workers(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
@@ -276,16 +368,12 @@ def _stop_workers(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
 # slower in another arena. Ctrl-C and debuggers stop within the model.
 
 
-def executor_for(devices: Sequence[torch.device]) -> Executor:
-    return InlineExecutor() if len(devices) == 1 and devices[0].type == "cpu" else ThreadedExecutor(devices)
-
-
 class InlineExecutor:
     """Runs the only row in the calling thread."""
 
     def __init__(self) -> None:
         self._running: tuple[int, ActionPerformer] | None = None
-        self._closed = False
+        self.is_closed = False
         open_executors.add(self)
 
     def run(self, step: ActionPerformer, rows: Rows) -> None:
@@ -293,7 +381,7 @@ class InlineExecutor:
         self.finish(step)
 
     def start(self, step: ActionPerformer, rows: Rows) -> None:
-        if self._closed:
+        if self.is_closed:
             raise StateError(PIPE_CLOSED)
         (row,) = rows
         self._running = threading.get_ident(), step
@@ -308,15 +396,18 @@ class InlineExecutor:
     def finish(self, step: ActionPerformer) -> None:
         raise_failure(step)
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
     def close(self) -> None:
         """Closes the executor permanently. A step that another thread runs fails soon."""
         running = self._running
         if running is not None and running[0] == threading.get_ident():
             raise StateError(CLOSED_INSIDE_STEP)
-        self._closed = True
+        self.is_closed = True
         if running is not None:
             running[1].fail(StateError(CLOSED_WHILE_RUNNING))
+
+
+Executor: TypeAlias = ThreadedExecutor | InlineExecutor
+
+
+def executor_for(devices: Sequence[torch.device]) -> Executor:
+    return InlineExecutor() if len(devices) == 1 and devices[0].type == "cpu" else ThreadedExecutor(devices)

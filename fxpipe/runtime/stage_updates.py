@@ -10,18 +10,14 @@ waits for other stages that use its parameters, and for the last loss, whose wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import StateError
-from fxpipe.runtime.action_performer import ActionPerformer
-from fxpipe.runtime.caller_context import CallerContext, thread_defaults
-from fxpipe.runtime.transport import Transport, on_all_streams
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import rows_of_replicas
 
@@ -154,29 +150,3 @@ def update_rows(
         for d in range(max(placement) + 1)
     )
     return rows_of_replicas(rows, replicas or (1,) * len(rows))
-
-
-class UpdateStep(ActionPerformer):
-    """The updates of all stages after a step. `updates`: by stage, the function that U calls."""
-
-    def __init__(
-        self, updates: Mapping[int, Callable[[], None]], devices: Sequence[torch.device], context: CallerContext
-    ):
-        super().__init__(devices, Transport(devices), context)
-        self._updates = updates
-        self._state = ThreadState.now()
-
-    def in_row(self) -> AbstractContextManager[None]:
-        return thread_defaults(self._state)
-
-    def wait(self, action: Action) -> None: ...
-
-    def pass_on(self, action: Action) -> None: ...
-
-    def open_all(self) -> None: ...
-
-    def update(self, j: int, i: int) -> None:
-        with on_all_streams(self.transport, self.devices, self.devices[j]):
-            self._updates[j]()
-
-    action_methods = {ActionKind.UPDATE: update}  # noqa: RUF012

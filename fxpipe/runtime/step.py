@@ -12,9 +12,7 @@ their last reader: `saved` from F to R, `pending` from F or R to B, `tapes` from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,40 +20,26 @@ import torch
 from torch import nn
 
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors
-from fxpipe.rewriting.program import SourceLocation, WeightGradientTape, stage_context
-from fxpipe.runtime.action_performer import ActionPerformer, action_note
+from fxpipe.rewriting.program import WeightGradientTape, stage_context
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
-from fxpipe.runtime.caller_context import CallerContext, thread_defaults
+from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
+from fxpipe.runtime.executors import ActionPerformer
 from fxpipe.runtime.loss_checks import LossWeightingCheck
 from fxpipe.runtime.loss_stage import LossStage, MiniBatchLossStage
 from fxpipe.runtime.losses import MicroBatchLosses
 from fxpipe.runtime.stage_instance import BackwardHandle, StageInstance, StageResult, StageTotals
 from fxpipe.runtime.step_inputs import StepInputs, check_programs_fit
 from fxpipe.runtime.step_record import mark_time
-from fxpipe.runtime.transport import Transport, on_all_streams
+from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.wiring import Fences, fences_of
 from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.python_objects import NotKept
 from fxpipe.utils.random_generators import mix_seed
 
-# -- Notes that say where in the pipeline an exception was raised ----------------------------------------------------
 
-
-def failure_note(action: Action, stages: int, device: str, node: str, location: SourceLocation | None) -> str:
-    """Returns the note for an exception: stage, micro-batch, action and, if the stage's code raised, the node."""
-    text = action_note(action, stages, device)
-    if location is not None:
-        module = f", module {location.module}" if location.module else ""
-        text += f", node {node}{module} ({location.source})"
-    if action.kind is ActionKind.RECOMPUTE:
-        text += "; the forward of this micro-batch went well before, so it does not do the same twice"
-    return text
-
-
-@dataclass(slots=True)
-class RecomputeInputs:
+class RecomputeInputs(NamedTuple):
     """The inputs of F, saved for R."""
 
     received: list[BoundaryValue]
@@ -100,22 +84,19 @@ class Step(ActionPerformer):
         self.bounds, self.trained, self.weights = inputs.bounds, inputs.trained, inputs.weights
         self.seed, self.recomputed, self.split = seed, recomputed, split
         self.first_micro_batch = first_micro_batch
-        self.stages_here = range(len(inputs.devices)) if stages is None else stages
-        every_device = [device for of_stage in inputs.stage_devices for device in of_stage]
-        super().__init__(
-            inputs.devices, Transport.of(every_device, inputs.values), ambient, stage_devices=inputs.stage_devices
-        )
-        self.state = inputs.bounds[0].state
-        self.grad = self.state.grad
-        self.has_loss = losses is not None
-        self.exchange: Any = (exchange or Exchange)(inputs, self.transport, self.grad, self.has_loss)
-        self.loss_weighting = LossWeightingCheck.of(inputs.bounds[0], look_at_elements)
+        self.stages_here = range(len(inputs.bounds[0].devices)) if stages is None else stages
+        first = inputs.bounds[0]
+        every_device = [device for of_stage in first.stage_devices for device in of_stage]
+        transport = Transport(every_device, inputs.values)
+        super().__init__(first.devices, transport, ambient, first.state, first.stage_devices)
+        self.recomputes, self.grad = bool(recomputed), self.state.grad
+        self.exchange: Any = (exchange or Exchange)(inputs, self.transport, self.grad, losses is not None)
+        self.loss_weighting = LossWeightingCheck.of(first, look_at_elements)
         self.loss: LossStage | None = None
         if losses is not None:
             stage_of_loss = MiniBatchLossStage if losses.takes_all else LossStage
-            self.loss = stage_of_loss(
-                inputs.bounds, self.exchange, losses, self.loss_weighting, keep_outputs, inputs.weights
-            )
+            weighting = self.loss_weighting
+            self.loss = stage_of_loss(inputs.bounds, self.exchange, losses, weighting, keep_outputs, inputs.weights)
         self.replica_totals = [tuple(StageTotals() for _ in own) for own in self.stage_devices]
         self.totals = [own[0] for own in self.replica_totals]
         self._split_stages = {j for j, _ in split}
@@ -138,7 +119,6 @@ class Step(ActionPerformer):
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
         self.pending: dict[tuple[int, int], BackwardHandle] = {}
         self.tapes: dict[tuple[int, int], WeightGradientTape] = {}
-        self.updates: Mapping[int, Callable[[], None]] = {}  # by stage, what U calls
         # Stages with replicas whose forward changes buffers: each micro-batch reads the buffers of the previous one.
         self.in_order = frozenset(
             j
@@ -148,14 +128,10 @@ class Step(ActionPerformer):
         fences = fences_of([bound.wiring for bound in inputs.programs], losses is not None)
         # Replicas of the last stage compute losses in order, too: loss_fn may draw random numbers, or count.
         self.has_losses_in_order = losses is not None and len(self.stage_devices[-1]) > 1
-        self._last_stage = last = len(self.devices) - 1
+        self._last_stage = len(self.devices) - 1
         takes_all = losses is not None and losses.takes_all
-        self.fences = Fences(
-            fences,
-            self.in_order,
-            last if self.has_losses_in_order else None,
-            Action(ActionKind.FORWARD, last, self.micro_batches - 1) if takes_all else None,
-        )
+        last_forward = Action(ActionKind.FORWARD, self._last_stage, self.micro_batches - 1) if takes_all else None
+        self.fences = Fences(fences, self.in_order, last_forward)
 
     def _open_stages(self) -> list[dict[int, StageInstance]]:
         """Opens the stages of this process; returns, by micro-batch, the instances that run it, by stage."""
@@ -188,37 +164,42 @@ class Step(ActionPerformer):
 
     # -- for executors -----------------------------------------------------------------------------------------------
 
-    def in_row(self) -> AbstractContextManager[None]:
-        stage_context.recomputes = bool(self.recomputed)
-        return thread_defaults(self.state)
-
     def wait(self, action: Action) -> None:
         self.fences.wait(action)
         if self.has_losses_in_order and self.caller_context.takes_turns:  # a thread that holds the turn must not wait
             self.wait_before_loss(action)
 
     def wait_before_loss(self, action: Action) -> None:
-        """Returns when the loss after an F may be computed, if losses have an order."""
-        self.fences.wait_before_loss(action)
+        """Returns when the loss after an F may be computed: if losses have an order, after the previous one."""
+        if self.has_losses_in_order and action.kind is ActionKind.FORWARD and action.stage == self._last_stage:
+            self.wait_behind_loss(action.micro_batch - 1)
 
-    def pass_on(self, action: Action) -> None:
-        self.fences.pass_on(action)
-
-    def open_all(self) -> None:
-        self.fences.open_all()
+    def wait_behind_loss(self, i: int) -> None:
+        if i >= 0:
+            self.fences.wait_behind((ActionKind.FORWARD, self._last_stage, i))
 
     def note_of_failure(self, action: Action, error: BaseException) -> str:
+        """Also names the node, if the stage's code raised."""
         opened = self._stages[action.micro_batch][action.stage]
         node = opened.function.failing_node(error)
-        location = opened.stage.locations.get(node)
-        return failure_note(action, len(self.devices), str(self.device_of(action)), node, location)
+        text, location = super().note_of_failure(action, error), opened.stage.locations.get(node)
+        if location is not None:
+            module = f", module {location.module}" if location.module else ""
+            text += f", node {node}{module} ({location.source})"
+        if action.kind is ActionKind.RECOMPUTE:
+            text += "; the forward of this micro-batch went well before, so it does not do the same twice"
+        return text
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def forward(self, j: int, i: int) -> None:
         opened = self._stages[i][j]
+        device, stream = self._place(Action(ActionKind.FORWARD, j, i)) if self.has_replicas else self._places[j][0]
         received = [self.exchange.take(j, link, i) for link in opened.links]
-        buffers = self._buffers_before(j, i) if i and j in self.in_order else dict(opened.totals.buffers)
+        buffers = dict(opened.totals.buffers)
+        if i and j in self.in_order:  # as another replica left them after the previous micro-batch
+            before = self.replica_totals[j][replica_of(i - 1, len(self.replica_totals[j]))]
+            buffers = {name: self.transport.bring(buffer, device) for name, buffer in before.buffers.items()}
         if (ActionKind.RECOMPUTE, j, i) in self.recomputed:
             # Grad mode stays on: under no_grad torch uses other kernels (LSTM), and R must compute the same bits.
             with NoSavedTensors():
@@ -232,18 +213,11 @@ class Step(ActionPerformer):
         self._send(j, i, ran.sent)
         if self.loss is not None and j == self._last_stage:
             del received, ran  # free unsaved values before the loss runs
-            _, stream = self._place(Action(ActionKind.FORWARD, j, i)) if self.has_replicas else self._places[j][0]
             if self.has_losses_in_order:
                 self.wait_before_loss(Action(ActionKind.FORWARD, j, i))
             start = mark_time(stream)
             self.loss.run(i)
             self.log.losses[i] = (start, mark_time(stream))
-
-    def _buffers_before(self, j: int, i: int) -> dict[str, torch.Tensor]:
-        """Returns the buffers that F changes, as another replica left them after the previous micro-batch."""
-        before = self.replica_totals[j][replica_of(i - 1, len(self.replica_totals[j]))]
-        device = self.device_of(Action(ActionKind.FORWARD, j, i))
-        return {name: self.transport.bring(buffer, device) for name, buffer in before.buffers.items()}
 
     def recompute(self, j: int, i: int) -> None:
         inputs = self.saved.pop((j, i))
@@ -286,10 +260,6 @@ class Step(ActionPerformer):
         if tape is not None:  # else B computed all gradients
             self._stages[i][j].weight_gradients(tape)
 
-    def update(self, j: int, i: int) -> None:
-        with on_all_streams(self.transport, self.every_device, self.devices[j]):
-            self.updates[j]()
-
     # -- the end of the step -----------------------------------------------------------------------------------------
 
     @property
@@ -297,17 +267,16 @@ class Step(ActionPerformer):
         """The divisor of all gradients, for a weighted loss; None if there is none."""
         return None if self.loss is None else self.loss.losses.divisor
 
-    def is_changed(self, name: str) -> bool:
-        return any(name in totals.buffers for totals in self.totals)
-
-    def tensors_by_name(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the model that stages in this process use."""
-        return {
+    def trained_parameters(self) -> dict[str, torch.Tensor]:
+        """Returns, by name, the tensors of the model that stages in this process use and that get gradients."""
+        changed = {name for totals in self.totals for name in totals.buffers}
+        named = {
             name: program.tensors.get(name)
             for program in self.open_programs
             for j in self.stages_here
             for name in program.bound.program.stages[j].attributes
         }
+        return {name: tensor for name, tensor in named.items() if tensor.requires_grad and name not in changed}
 
     @torch.no_grad()
     def commit_buffers(self) -> None:
@@ -338,11 +307,3 @@ class Step(ActionPerformer):
         for gradient in more:
             total = total + gradient
         return total
-
-    action_methods = {  # noqa: RUF012
-        ActionKind.FORWARD: forward,
-        ActionKind.RECOMPUTE: recompute,
-        ActionKind.BACKWARD: backward,
-        ActionKind.WEIGHT: weight_gradients,
-        ActionKind.UPDATE: update,
-    }

@@ -20,13 +20,13 @@ the speed of workers.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,12 +36,11 @@ from fxpipe._torch.autograd import version_of
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import LossError, StateError
-from fxpipe.rewriting.program import stage_context
-from fxpipe.runtime.action_performer import ActionPerformer
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
-from fxpipe.runtime.caller_context import CallerContext, thread_defaults
+from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.engine import Engine, losses_of
 from fxpipe.runtime.exchange import TransferNote
+from fxpipe.runtime.executors import ActionPerformer
 from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict
 from fxpipe.runtime.loss_checks import LossHistory
 from fxpipe.runtime.loss_stage import NOT_AFFINE
@@ -49,9 +48,9 @@ from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_instance import StageInstance
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.step_inputs import GivenInputs
+from fxpipe.runtime.step_inputs import GivenInputs, tensor_requires_grad
 from fxpipe.runtime.step_record import StepLog, StepNotes
-from fxpipe.runtime.transport import Transport, on_all_streams
+from fxpipe.runtime.transport import Transport
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import replica_of, rows_of_replicas
 from fxpipe.scheduling.streams import StreamSchedule
@@ -60,7 +59,6 @@ from fxpipe.utils.output_combination import needing_all
 from fxpipe.utils.random_generators import mix_seed
 
 RECORDED_MINI_BATCHES = 32  # mini-batches of a stream in `last_step`: the last ones
-_HERE = nullcontext()
 
 
 NO_GRADIENTS = (
@@ -82,59 +80,42 @@ class StreamGradient(torch.Tensor):
         return "StreamGradient()"
 
 
-class HiddenGradients:
-    """The gradients of some parameters, hidden except during an update.
-
-    Each stage assigns gradients, updates its parameters and drops the gradients, while other stages are at other
-    mini-batches. Code between two losses that reads `.grad` (`clip_grad_norm_`, another optimizer, a logger) would find
-    None, and skip all parameters silently. (Code that reads it while all stages update gets the error the next time.)
-    """
-
-    def __init__(self, parameters: Iterable[torch.Tensor]):
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._hidden: list[StreamGradient] = []  # reused, since creating them is slow
-
-    def hide(self) -> None:
-        """Sets `.grad` of parameters without a gradient to an unusable one."""
-        if not self._hidden:
-            self._hidden = [_unusable_gradient(parameter) for parameter in self._parameters]
-        for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
-            if parameter.grad is None:
-                parameter.grad = hidden
-
-    def show(self) -> None:
-        """Removes the unusable gradients."""
-        for parameter in self._parameters:
-            if type(parameter.grad) is StreamGradient:
-                parameter.grad = None
-
-
-def _unusable_gradient(parameter: torch.Tensor) -> StreamGradient:
-    empty = torch.empty((), dtype=parameter.dtype, device=parameter.device)
-    return empty.expand(parameter.shape).as_subclass(StreamGradient)
-
-
 class StageWeights:
-    """The versions of a stage's weights that mini-batches in flight need.
+    """The versions of a stage's weights that mini-batches in flight need, and its hidden gradients.
 
     One worker of the stage updates. Others may read versions at the same time, except the one being created.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor]):
         self._named = dict(named)
-        self.newest = 0
-        self._views = {0: self._new_views()}  # by version, then by identity of the parameter
-        self._counts: list[int] | None = self._write_counts()  # version counters; None during an update
+        self.newest, self.most_held = -1, 1
+        self._views: dict[int, dict[int, torch.Tensor]] = {}  # by version, then by identity of the parameter
+        self._counts: list[int] | None = None  # version counters; None during an update
         self._changing = threading.Lock()
-        self.gradients = HiddenGradients(self._named.values())
-        self.gradients.hide()
-        self.most_held = 1
+        self._hidden: list[tuple[torch.Tensor, StreamGradient]] = []  # reused, since creating them is slow
+        self.end_update()
 
-    def _new_views(self) -> dict[int, torch.Tensor]:
-        return {id(p): p.data.requires_grad_(p.requires_grad) for p in self._named.values()}
+    def hide_gradients(self) -> None:
+        """Sets `.grad` of parameters without a gradient to an unusable one.
 
-    def _write_counts(self) -> list[int]:
-        return [version_of(p) for p in self._named.values()]
+        Each stage assigns gradients, updates its parameters and drops the gradients, while other stages are at other
+        mini-batches. Code between two losses that reads `.grad` (`clip_grad_norm_`, another optimizer, a logger) would
+        find None, and skip all parameters silently. (Code that reads it while all stages update gets the error the next
+        time.)
+        """
+        if not self._hidden:
+            for p in filter(tensor_requires_grad, self._named.values()):
+                empty = torch.empty((), dtype=p.dtype, device=p.device)
+                self._hidden.append((p, empty.expand(p.shape).as_subclass(StreamGradient)))
+        for parameter, hidden in self._hidden:
+            if parameter.grad is None:
+                parameter.grad = hidden
+
+    def show_gradients(self) -> None:
+        """Removes the unusable gradients."""
+        for parameter, _ in self._hidden:
+            if type(parameter.grad) is StreamGradient:
+                parameter.grad = None
 
     def keep_first_version(self, transport: Transport) -> None:
         """Keeps the memory of the first version, perhaps of another stream, until the stages have read it."""
@@ -167,7 +148,7 @@ class StageWeights:
             self._check_unchanged()
             self._counts = None
             self._views = {version: views for version, views in self._views.items() if version >= oldest}
-        self.gradients.show()
+        self.show_gradients()
         if self.newest in self._views:
             for parameter in self._named.values():
                 replace_data(parameter, parameter.detach().clone())
@@ -177,39 +158,21 @@ class StageWeights:
     def end_update(self) -> None:
         with self._changing:
             self.newest += 1
-            self._views[self.newest] = self._new_views()
-            self._counts = self._write_counts()
-        self.gradients.hide()
-
-
-@dataclass(frozen=True, slots=True)
-class VersionedTensors(ModelTensors):
-    """The model's tensors, with some parameters replaced by a version."""
-
-    versions: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by identity of the parameter
-
-    def get(self, name: str) -> torch.Tensor:
-        tensor = ModelTensors.get(self, name)
-        return self.versions.get(id(tensor), tensor)
+            self._views[self.newest] = {id(p): p.data.requires_grad_(p.requires_grad) for p in self._named.values()}
+            self._counts = [version_of(p) for p in self._named.values()]
+        self.hide_gradients()
 
 
 class StreamStep(Step):
-    before_loss: Callable[[Action], None] | None = None  # waits for losses of earlier mini-batches
-
-    def wait_before_loss(self, action: Action) -> None:
-        if self.before_loss is not None:
-            self.before_loss(action)
-
     def _open_stages(self) -> list[dict[int, StageInstance]]:
         return [{} for _ in range(self.micro_batches)]
 
     def open_stage(self, j: int, i: int, versions: Mapping[int, torch.Tensor]) -> None:
         """Opens a stage on the replica of micro-batch i, before its first forward there."""
         (program,) = self.open_programs
-        model, count = program.tensors, len(self.replica_totals[j])
-        tensors = VersionedTensors(model.model, model.constants, model.modules, model.places, versions)
+        count = len(self.replica_totals[j])
         turn = replica_of(i, count)
-        opened = self._open_stage(program.bound, j, turn, tensors)
+        opened = self._open_stage(program.bound, j, turn, replace(program.tensors, versions=versions))
         for own in self._stages[turn::count]:
             own[j] = opened
 
@@ -232,10 +195,6 @@ class MiniBatch:
     left: set[int]  # stages not yet updated
     ended: threading.Event = field(default_factory=threading.Event)  # set if `left` is empty, or the stream has failed
 
-    @property
-    def micro_batches(self) -> int:
-        return self.step.micro_batches
-
 
 class StreamRun(ActionPerformer):
     """Performs the actions of the mini-batches in flight."""
@@ -251,14 +210,14 @@ class StreamRun(ActionPerformer):
     ):
         """`stage_devices`: by stage, of its replicas. `update`: updates a stage with the mean gradients of steps."""
         transport = Transport(device for own in stage_devices for device in own)
-        super().__init__([own[0] for own in stage_devices], transport, context, stage_devices)
+        # The caller's state changes only with the program, after a drain.
+        super().__init__([own[0] for own in stage_devices], transport, context, ThreadState.now(), stage_devices)
         self.order, self.weights, self.in_flight = order, weights, dict[int, MiniBatch]()
         self.in_order: Collection[int] = ()  # stages with replicas whose forward changes buffers
         for of_stage in weights:
             of_stage.keep_first_version(self.transport)
         self.applied = [0] * len(self.devices)  # by stage: mini-batches in its weights
-        self.state = ThreadState.now()  # the caller's; changes only with the program, after a drain
-        self._recomputes, self._update = recomputes, update
+        self.recomputes, self._update = recomputes, update
 
     def _at(self, action: Action) -> tuple[MiniBatch, Action]:
         """Returns the mini-batch of an action, and the action within the mini-batch."""
@@ -267,10 +226,6 @@ class StreamRun(ActionPerformer):
         return self.in_flight[t], Action(kind, j, k)
 
     # -- for executors -----------------------------------------------------------------------------------------------
-
-    def in_row(self) -> AbstractContextManager[None]:
-        stage_context.recomputes = self._recomputes
-        return thread_defaults(self.state)
 
     def wait(self, action: Action) -> None:
         one, own = self._at(action)
@@ -286,15 +241,10 @@ class StreamRun(ActionPerformer):
             if one is not None:
                 yield one.step, action._replace(micro_batch=k)
 
-    def _wait_before_loss(self, first: int, action: Action) -> None:
-        """Returns when the loss of an F may be computed: replicas of the last stage compute losses in order.
-
-        `first`: the first micro-batch of its mini-batch.
-        """
-        kind, j, i = _shifted(action, first)
-        if self.order.replicas[-1] > 1 and kind is ActionKind.FORWARD and j == self.order.stages - 1 and i:
-            for step, other in self._in_steps([Action(kind, j, i - 1)]):
-                step.fences.wait_behind(other)
+    def _wait_behind_loss(self, i: int) -> None:
+        """Returns when the loss of an earlier micro-batch is computed: replicas of the last stage do so in order."""
+        for step, other in self._in_steps([Action(ActionKind.FORWARD, self.order.stages - 1, i)] if i >= 0 else ()):
+            step.fences.wait_behind(other)
 
     def pass_on(self, action: Action) -> None:
         t, k = self.order.place(action.micro_batch)
@@ -318,7 +268,8 @@ class StreamRun(ActionPerformer):
             one.ended.set()
 
     def add(self, t: int, one: MiniBatch) -> None:
-        one.step.before_loss = functools.partial(self._wait_before_loss, self.order.micro_batches)
+        first = self.order.micro_batches
+        one.step.wait_behind_loss = lambda i: self._wait_behind_loss(first + i)  # type: ignore[method-assign]
         self.in_flight[t] = one
         if self.failure is not None:  # others may have been opened just before
             self.open_all()
@@ -338,8 +289,8 @@ class StreamRun(ActionPerformer):
         if k < self.order.replicas[j]:
             one.step.open_stage(j, k, self.weights[j].at(self.order.version(j, t)))
         one.step.forward(j, k)
-        if k == one.micro_batches - 1:
-            with on_all_streams(self.transport, self.every_device, self.devices[j]) if self.has_replicas else _HERE:
+        if k == one.step.micro_batches - 1:
+            with self.transport.at_all(self.devices[j]) if self.has_replicas else nullcontext():
                 one.step.commit_buffers_of(j)
 
     def recompute(self, j: int, i: int) -> None:
@@ -356,20 +307,13 @@ class StreamRun(ActionPerformer):
         for one in together:
             one.step.close_stage(j)
         *others, last = together
-        with on_all_streams(self.transport, self.every_device, self.devices[j]):
+        with self.transport.at_all(self.devices[j]):
             weights.begin_update(self.order.version(j, t + 1))
             for one in others:
                 one.updates.begun.append(j)
             self._update([one.step for one in together], j, last.updates)
             weights.end_update()
         self.applied[j] = t + 1
-
-    action_methods = {  # noqa: RUF012
-        ActionKind.FORWARD: forward,
-        ActionKind.RECOMPUTE: recompute,
-        ActionKind.BACKWARD: backward,
-        ActionKind.UPDATE: update,
-    }
 
 
 class Stream:
@@ -397,7 +341,8 @@ class Stream:
         self._run = self._make_run(weights, stage_devices, any(map(order.recomputes_in, every)))
         self._tensors: tuple[BoundProgram, ModelTensors] | None = None  # for the running program
         self._collected = 0  # mini-batches whose loss was returned
-        self._recent: deque[_Recorded] = deque(maxlen=RECORDED_MINI_BATCHES)
+        # The last mini-batches: program, micro-batches in the stream, when it began, transfers.
+        self._recent: deque[tuple[BoundProgram, range, float, list[TransferNote]]] = deque()
 
     def _make_run(
         self, weights: Sequence[StageWeights], stage_devices: Sequence[Sequence[torch.device]], recomputes: bool
@@ -433,13 +378,17 @@ class Stream:
         t, bound, count = self._order.admitted, given_inputs.bound, len(given_inputs.samples)
         history = self._history_of(given_inputs)
         is_verified = history.is_due and count > 1
-        self._run.state = bound.state
-        self._run.in_order = self._stages_in_order(bound)
+        if self._tensors is None or self._tensors[0] is not bound:
+            self._tensors = bound, ModelTensors(self.engine.model, bound.constants)
+        run, stages = self._run, zip(bound.program.stages, self._order.replicas, strict=True)
+        run.state = bound.state
+        # Stages with replicas whose forward changes buffers, which the next micro-batch reads.
+        run.in_order = frozenset(j for j, (stage, own) in enumerate(stages) if own > 1 and stage.changes)
         joint = needing_all(bound.combinations)
         if joint is not None and given_inputs.takes_all(self.loss.reduction):
             raise LossError(f"{joint.where} {NOT_AFFINE}")
         own = replace(given_inputs, bounds=(bound.with_turns_from(self._order.micro_batches),) * count)
-        with on_all_streams(self._run.transport, self._run.every_device, bound.devices[-1]):
+        with run.transport.at_all(bound.devices[-1]):
             step = self._open(
                 own,
                 history,
@@ -447,10 +396,10 @@ class Stream:
                 recomputed=self._order.recomputed(count),
                 ambient=self._context,
                 keep_outputs=is_verified,
-                known_tensors=self._tensors_of(bound),
+                known_tensors=self._tensors[1],
             )
         updates = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
-        self._run.add(t, MiniBatch(step, bound, updates, history, is_verified, {*self.stages}))
+        run.add(t, MiniBatch(step, bound, updates, history, is_verified, {*self.stages}))
         step.log.begun.append(time.perf_counter())
         self._queue(self._order.admit(count))
 
@@ -463,18 +412,8 @@ class Stream:
         losses = self.engine.with_names(losses_of(given_inputs, self.loss, is_verified))
         return StreamStep(inputs, self.engine.model, seed, losses=losses, look_at_elements=looks, **more)
 
-    def _stages_in_order(self, bound: BoundProgram) -> frozenset[int]:
-        """Returns the stages with replicas whose forward changes buffers, which the next micro-batch reads."""
-        stages = zip(bound.program.stages, self._order.replicas, strict=True)
-        return frozenset(j for j, (stage, count) in enumerate(stages) if count > 1 and stage.changes)
-
     def _queue(self, rows: Rows) -> None:
         self.engine.executor.start(self._run, rows)
-
-    def _tensors_of(self, bound: BoundProgram) -> ModelTensors:
-        if self._tensors is None or self._tensors[0] is not bound:
-            self._tensors = bound, ModelTensors(self.engine.model, bound.constants)
-        return self._tensors[1]
 
     def drain(self) -> None:
         """Queues the remaining actions of the mini-batches in flight, so that all of them end."""
@@ -489,14 +428,13 @@ class Stream:
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """A block after a drain, in which the model is as between two steps: a graph may be recorded."""
-        every = [weights.gradients for weights in self._run.weights]
-        for gradients in every:
-            gradients.show()
+        for weights in self._run.weights:
+            weights.show_gradients()
         try:
             yield
         finally:
-            for gradients in every:
-                gradients.hide()
+            for weights in self._run.weights:
+                weights.hide_gradients()
 
     def collect(self) -> torch.Tensor:
         """Waits until all stages are updated with the oldest mini-batch in flight; returns its loss."""
@@ -518,7 +456,7 @@ class Stream:
         assert one.step.loss is not None
         loss = one.step.loss.losses.total()
         evidence, _ = LossEvidence.of(one.step, one.history, one.is_verified, is_asked=False)
-        LossVerdict.of([[evidence]]).check(one.history, one.micro_batches)
+        LossVerdict.of([[evidence]]).check(one.history, one.step.micro_batches)
         one.is_verified = evidence.is_proved
         return loss
 
@@ -534,10 +472,6 @@ class Stream:
 
     def abort(self, error: BaseException) -> None:
         """Drops the mini-batches in flight after an exception, and adds the number of updates to it."""
-        self.drop(error)
-        self.note_applied(error)
-
-    def drop(self, error: BaseException) -> None:
         self._run.fail(error)
         try:
             self.engine.executor.finish(self._run)
@@ -549,6 +483,7 @@ class Stream:
                 one.step.transport.settle()
             self._run.in_flight.clear()
             self._close()
+        self.note_applied(error)
 
     def note_applied(self, error: BaseException) -> None:
         applied = self.applied
@@ -560,9 +495,9 @@ class Stream:
 
     def _close(self) -> None:
         for weights in self._run.weights:
-            weights.gradients.show()
+            weights.show_gradients()
         if self._recent:
-            self.engine.take_notes(_notes_of(self.name, self._order.replicas, [*self._recent]))
+            self.engine.take_notes(self._notes())
 
     def _raise_failure(self) -> None:
         failure = self._run.failure
@@ -572,52 +507,37 @@ class Stream:
     # -- the record of the last mini-batches ---------------------------------------------------------------------------
 
     def _record(self, t: int, one: MiniBatch) -> None:
-        """Keeps the notes of a mini-batch, but not the step, which holds tensors."""
+        """Keeps the notes of the last mini-batches, but not their steps, which hold tensors."""
         log, step, first = self._run.log, one.step, self._order.first_micro_batch(t)
-        times, on_core = {}, {}
-        for kind in ActionKind:
-            for j in range(self._order.stages):
-                for k in range(one.micro_batches):
-                    own, there = Action(kind, j, k), Action(kind, j, first + k)
-                    if there in log.times:
-                        times[own] = log.times.pop(there)
-                        if there in log.on_core:
-                            on_core[own] = log.on_core.pop(there)
-        log = StepLog([*step.log.begun], times, on_core, dict(step.log.losses))
-        self._recent.append(_Recorded(one.bound, first, one.micro_batches, log, [*step.exchange.moved]))
+        log.losses.update({first + k: marks for k, marks in step.log.losses.items()})
+        moved = [(name, source, user, first + k, size) for name, source, user, k, size in step.exchange.moved]
+        self._recent.append((one.bound, range(first, first + step.micro_batches), step.log.begun[0], moved))
+        if len(self._recent) > RECORDED_MINI_BATCHES:
+            _, old, *_ = self._recent.popleft()
+            for kind, j, i in itertools.product(ActionKind, range(self._order.stages), old):
+                log.times.pop(Action(kind, j, i), None)
+                log.on_core.pop(Action(kind, j, i), None)
+                log.losses.pop(i, None)
 
+    def _notes(self) -> StepNotes:
+        """Returns the notes of the last mini-batches as those of one step, with consecutive micro-batches.
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    bound: BoundProgram
-    first: int  # number of its first micro-batch in the stream
-    micro_batches: int
-    log: StepLog
-    moved: Sequence[TransferNote]
-
-
-def _notes_of(name: str, replicas: Sequence[int], recorded: Sequence[_Recorded]) -> StepNotes:
-    """Merges the notes of several mini-batches into notes of one step, with consecutive micro-batches.
-
-    Numbers start at the smallest one that keeps every micro-batch on its replica.
-    """
-    first = recorded[0].first % math.lcm(*replicas)
-    bounds, moved, log = [recorded[0].bound] * first, list[TransferNote](), StepLog()
-    for one in recorded:
-        log.times.update({_shifted(action, first): marks for action, marks in one.log.times.items()})
-        log.on_core.update({_shifted(action, first): seconds for action, seconds in one.log.on_core.items()})
-        log.losses.update({first + k: mark for k, mark in one.log.losses.items()})
-        moved += [(value, source, user, first + i, size) for value, source, user, i, size in one.moved]
-        bounds += [one.bound] * one.micro_batches
-        first += one.micro_batches
-    starts = [start for start, _ in log.times.values()]
-    on_host = [start for start in starts if isinstance(start, float)]
-    log.begun.append(min(on_host) if on_host else recorded[0].log.begun[0])
-    stages = range(len(replicas))
-    rows = rows_of_replicas(tuple(tuple(a for a in log.times if a.stage == j) for j in stages), replicas)
-    counts = tuple(replicas) if max(replicas) > 1 else ()
-    return StepNotes(Schedule(name, len(stages), first, rows, replicas=counts), bounds, log, moved)
-
-
-def _shifted(action: Action, first: int) -> Action:
-    return action._replace(micro_batch=first + action.micro_batch)
+        Numbers start at the smallest one that keeps every micro-batch on its replica.
+        """
+        bound, numbers, begun, _ = self._recent[0]
+        every, replicas = self._run.log, self._order.replicas
+        own = range(numbers.start, self._recent[-1][1].stop)
+        shift = numbers.start % math.lcm(*replicas) - numbers.start
+        shifted = {a: a._replace(micro_batch=a.micro_batch + shift) for a in every.times if a.micro_batch in own}
+        times = {new: every.times[a] for a, new in shifted.items()}
+        on_core = {new: every.on_core[a] for a, new in shifted.items() if a in every.on_core}
+        bounds, moved = [bound] * (numbers.start + shift), list[TransferNote]()
+        for each, those, _, notes in self._recent:
+            bounds += [each] * len(those)
+            moved += [(name, source, user, i + shift, size) for name, source, user, i, size in notes]
+        begun = min((start for start, _ in times.values() if isinstance(start, float)), default=begun)
+        log = StepLog([begun], times, on_core, {i + shift: marks for i, marks in every.losses.items()})
+        stages = range(self._order.stages)
+        rows = rows_of_replicas(tuple(tuple(a for a in times if a.stage == j) for j in stages), replicas)
+        counts = tuple(replicas) if max(replicas) > 1 else ()
+        return StepNotes(Schedule(self.name, len(stages), len(bounds), rows, replicas=counts), bounds, log, moved)

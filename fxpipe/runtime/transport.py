@@ -30,7 +30,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -149,18 +149,14 @@ class Transport:
 
     copies_on_one_device = False  # True: also copy values between stages of one device
 
-    def __init__(self, devices: Iterable[torch.device]):
-        distinct = dict.fromkeys(devices)
+    def __init__(self, devices: Iterable[torch.device], values: Iterable[Any] = ()):
+        """`devices`: of the stages. `values`: of the caller, on any device."""
+        distinct = dict.fromkeys((*devices, *(x.device for x in values if isinstance(x, torch.Tensor))))
         self._compute = {d: accelerator.current_stream(d) for d in distinct if d.type != "cpu"}
         # If stages and inputs are all on the CPU, `start_copy` and `open` need not be called.
         self.may_copy = self.copies_on_one_device or any(d.type != "cpu" for d in distinct)
         self._held: dict[tuple[torch.device, torch.device], deque[tuple[Any, torch.Tensor]]] = {}
         self._holding = threading.Lock()
-
-    @classmethod
-    def of(cls, devices: Iterable[torch.device], values: Iterable[Any]) -> Transport:
-        """Returns a transport for stages on these devices, and values of the caller on any device."""
-        return cls([*devices, *(x.device for x in values if isinstance(x, torch.Tensor))])
 
     # -- streams -----------------------------------------------------------------------------------------------------
 
@@ -177,6 +173,15 @@ class Transport:
         """A block whose computations run on the step's stream of this device."""
         stream = self._compute.get(device)
         return _NO_STREAM if stream is None else accelerator.current_streams(stream)
+
+    def at_all(self, device: torch.device) -> AbstractContextManager[None]:
+        """A block on the step's streams of all devices, of which `device` is the current one.
+
+        torch copies the tensors of other devices that an optimizer reads (a learning rate, the scale of a `GradScaler`)
+        on the current streams of both devices.
+        """
+        streams = [self._compute[one] for one in sorted(self._compute, key=device.__eq__)]
+        return accelerator.current_streams(*streams) if streams else _NO_STREAM
 
     def on_step_streams(self, function: Callable[[S], T]) -> Callable[[S], T]:
         """Wraps `function`, the end of a step, to run on the step's streams and then `settle`.
@@ -205,12 +210,9 @@ class Transport:
 
     def start_copy(self, value: Any, target: torch.device) -> Any:
         """Starts to copy a tensor to another device; returns other values unchanged."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        source = value.device
-        if source == target and not self.copies_on_one_device:
-            return value
-        return self._send(value, source, target)
+        if isinstance(value, torch.Tensor) and (value.device != target or self.copies_on_one_device):
+            return self._send(value, target)
+        return value
 
     def open(self, value: Any, target: torch.device) -> Any:
         """Returns a sent value, ready for the reader's stage. A value that was not sent is copied now."""
@@ -218,8 +220,12 @@ class Transport:
             value = self.start_copy(value, target)
             if not isinstance(value, PendingCopy):
                 return value
-        if value.form is None:
-            return self._carried(value.memory, target)
+        if value.form is None:  # not plain: copied on both compute streams, which torch synchronizes
+            source = value.memory.device
+            if source == target:
+                return value.memory.clone()
+            with accelerator.current_streams(*(self._stream(d) for d in (source, target) if d.type != "cpu")):
+                return value.memory.to(target)
         if value.arrived is not None:
             if target.type == "cpu":
                 accelerator.wait_on_host(value.arrived)
@@ -229,13 +235,13 @@ class Transport:
 
     def bring(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
         """Returns a tensor on a device: itself, or a copy that this thread may use immediately."""
-        source = tensor.device
-        if source == target:
+        if tensor.device == target:
             return tensor
-        arrived: torch.Tensor = self.open(self._send(tensor, source, target), target)
+        arrived: torch.Tensor = self.open(self._send(tensor, target), target)
         return arrived
 
-    def _send(self, tensor: torch.Tensor, source: torch.device, target: torch.device) -> PendingCopy:
+    def _send(self, tensor: torch.Tensor, target: torch.device) -> PendingCopy:
+        source = tensor.device
         if not is_packable(tensor):
             return PendingCopy(tensor, None, None)
         with self.at(source) if has_gaps(tensor) else _NO_STREAM:  # gathered where it was computed
@@ -263,14 +269,6 @@ class Transport:
             self._hold(source, target, arrived, memory)
         return copy, arrived
 
-    def _carried(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-        """Copies a tensor that is not plain, on both compute streams, which torch synchronizes."""
-        source = tensor.device
-        if source == target:
-            return tensor.clone()
-        with accelerator.current_streams(*(self._stream(d) for d in (source, target) if d.type != "cpu")):
-            return tensor.to(target)
-
     # -- references --------------------------------------------------------------------------------------------------
 
     def _hold(self, source: torch.device, target: torch.device, arrived: Any, memory: torch.Tensor) -> None:
@@ -296,26 +294,10 @@ class Transport:
             held.clear()
 
 
-def on_all_streams(
-    transport: Transport, devices: Sequence[torch.device], device: torch.device
-) -> AbstractContextManager[ExitStack]:
-    """A block on the step's streams of all devices, of which `device` is the current one.
-
-    torch copies the tensors of other devices that an optimizer reads (a learning rate, the scale of a `GradScaler`) on
-    the current streams of both devices.
-    """
-    with ExitStack() as stack:
-        for one in dict.fromkeys(devices):
-            if one != device:
-                stack.enter_context(transport.at(one))
-        stack.enter_context(transport.at(device))
-        return stack.pop_all()
-
-
 def leaves_on_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
     """Moves tensors of the caller to a device, for immediate use in this thread."""
     leaves = list(leaves)
-    transport = Transport.of((), leaves)
+    transport = Transport((), leaves)
     brought = [transport.bring(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     transport.settle()
     return brought

@@ -102,43 +102,33 @@ class Fences:
         self,
         before: Mapping[Fence, tuple[Fence, ...]],
         in_order: Collection[int] = (),
-        loss_stage: int | None = None,
         last_forward: Action | None = None,
     ):
         """Creates closed fences.
 
         Args:
             in_order: stages whose F waits for F of the previous micro-batch, on another device.
-            loss_stage: the stage, on several devices, whose losses are computed in the order of micro-batches.
             last_forward: the F after which the only loss of all micro-batches is computed; all B wait for it.
         """
-        self._before, self._in_order, self._loss_stage = before, in_order, loss_stage
+        self._before, self._in_order = before, in_order
         self._before_backward = () if last_forward is None else (last_forward,)
         self.before_updates: Mapping[int, Sequence[Action]] = {}  # by stage, the actions that U waits for
         self._passed: set[_ActionKey] = set()
         self._events: dict[_ActionKey, threading.Event] = {}
         self._all_open = False
 
-    def _keys_before(self, action: Action) -> Sequence[_ActionKey]:
+    def wait(self, action: Action) -> None:
         kind, stage, i = action
         if kind is ActionKind.UPDATE:
-            return self.before_updates.get(stage, ())
-        keys = [(*fence, i) for fence in self._before.get((kind, stage), ())]
+            keys: list[_ActionKey] = [*self.before_updates.get(stage, ())]
+        else:
+            keys = [(*fence, i) for fence in self._before.get((kind, stage), ())]
         if i and kind is ActionKind.FORWARD and stage in self._in_order:
             keys.append((kind, stage, i - 1))
         if kind is ActionKind.BACKWARD:
             keys += self._before_backward
-        return keys
-
-    def wait(self, action: Action) -> None:
-        for key in self._keys_before(action):
+        for key in keys:
             self.wait_behind(key)
-
-    def wait_before_loss(self, action: Action) -> None:
-        """Returns when the loss of an F may be computed: after F of the previous micro-batch, with its loss."""
-        kind, stage, i = action
-        if i and kind is ActionKind.FORWARD and stage == self._loss_stage:
-            self.wait_behind((kind, stage, i - 1))
 
     def wait_behind(self, key: _ActionKey) -> None:
         if key not in self._passed:

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.runtime.step import Step
-from fxpipe.scheduling.actions import ActionKind
 
 ONE, MIXED, TWO = on_accelerators("0 0", "one"), on_accelerators("cpu 0", "mixed"), on_accelerators("0 1", "two")
 BATCH, CHUNKS = 6, 3
@@ -125,7 +124,7 @@ def busy(monkeypatch):
                 MODULE._sleep(CYCLES)
             action(self, j, i)
 
-        monkeypatch.setitem(Step.action_methods, ActionKind.FORWARD if name == "forward" else ActionKind.BACKWARD, late)
+        monkeypatch.setattr(Step, name, late)
 
 
 def _unet():

@@ -11,8 +11,7 @@ from unittest import mock
 import torch
 
 from fxpipe.errors import InternalError
-from fxpipe.runtime.action_performer import ActionPerformer
-from fxpipe.runtime.executors import ThreadedExecutor, raise_failure
+from fxpipe.runtime.executors import ActionPerformer, ThreadedExecutor, raise_failure
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import StreamRun
 from fxpipe.runtime.wiring import Fences
