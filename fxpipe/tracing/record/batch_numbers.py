@@ -29,7 +29,7 @@ from fxpipe.tracing.node_info import info, set_info, value_read_of
 from fxpipe.tracing.record.fit_formula import Number, SizePoint, simplest_formula
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.input_dims import candidate_dims
-from fxpipe.tracing.shapes.size_reads import SIZE_RELATIONS
+from fxpipe.tracing.shapes.symbolic_shapes import SIZE_RELATIONS
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.tracing.verify.equivalence import take_samples

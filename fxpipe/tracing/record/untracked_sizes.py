@@ -22,7 +22,7 @@ from fxpipe.tracing.record.record_model import erase_unused_nodes
 from fxpipe.tracing.record.recorded_sizes import SizeRead, length
 from fxpipe.tracing.record.size_recorder import GUISES, TEXTS, Disguise
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
-from fxpipe.tracing.shapes.size_reads import add_size_read
+from fxpipe.tracing.shapes.symbolic_shapes import add_size_read
 from fxpipe.tracing.traced import Traced
 
 

@@ -191,8 +191,9 @@ class SymbolicRun:
         self.layouts: list[tuple[LayoutRead, Any]] = []
 
     @property
-    def is_free(self) -> bool:
-        return any(self.env.replace(symbol).free_symbols for symbol in self.symbols.values())
+    def batch_symbols(self) -> set[sympy.Symbol]:
+        """The symbols of batch sizes that no node has fixed."""
+        return {s for symbol in self.symbols.values() for s in self.env.replace(symbol).free_symbols}
 
     def run(self) -> None:
         self._make_inputs()

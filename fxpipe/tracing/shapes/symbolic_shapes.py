@@ -6,12 +6,16 @@ no batch, even if T equals the batch size of the example. The remaining free sym
 
 Sizes of dynamic dimensions are symbols, too. Shapes contain the recorded sizes instead; the symbols and their
 conditions are in `Traced.dynamic`.
+
+A read of a size in plain Python is a condition: a comparison with its result, or a number of pieces. A size that
+depends on the values of tensors is a value, which each step reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -21,28 +25,29 @@ import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, SizeCondition
 from fxpipe.tracing.node_arguments import container_of
-from fxpipe.tracing.node_info import TensorShape, constant_of, info, update_info
-from fxpipe.tracing.record.recorded_sizes import PIECES, SIZE_FUNCTIONS, SizeRead, length
+from fxpipe.tracing.node_info import TensorShape, ValueRead, constant_of, info, set_info, update_info
+from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, PIECES, SIZE_FUNCTIONS, SizeRead, length
 from fxpipe.tracing.shapes.input_dims import batch_sizes, candidate_dims
 from fxpipe.tracing.shapes.output_dims import left_dims, uneven_outputs, with_out_dims
-from fxpipe.tracing.shapes.size_reads import (
-    SIZE_RELATIONS,
-    add_size_read,
-    batch_condition,
-    constant_formula,
-    depends_on_values,
-    fix_squeezes,
-    is_not_followed,
-    recorded_sizes_condition,
-    relation,
-)
 from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import CALL_OPS, Traced, common_batch_size
 from fxpipe.utils.batch_split import rows_per_sample
+
+SIZE_RELATIONS = {
+    operator.eq: sympy.Eq,
+    operator.ne: sympy.Ne,
+    operator.lt: sympy.Lt,
+    operator.le: sympy.Le,
+    operator.gt: sympy.Gt,
+    operator.ge: sympy.Ge,
+}
+_ATEN = torch.ops.aten.squeeze
+_SQUEEZES = ("squeeze", torch.squeeze, _ATEN.default, _ATEN.dim, _ATEN.dims)
 
 
 def add_shapes(
@@ -106,28 +111,36 @@ def add_shapes(
             is_float_number=is_float,
             is_data_dependent=is_data_dependent,
         )
-    of_values = [read for read in traced.size_reads if depends_on_values(traced, read)]
-    of_batch = [read for read in traced.size_reads if not depends_on_values(traced, read)]
-    # A condition on dynamic sizes as well as on the batch size belongs to `traced.dynamic`.
-    of_batch = [read for read in of_batch if example.keys().isdisjoint(_symbols_of(run, full_formula, read))]
-    conditions = [read for r in of_batch if (read := batch_condition(traced, r)) is not None]
+    of_values: list[SizeRead] = []
+    conditions: list[SizeCondition] = []
+    not_followed = ""
+    for read in traced.size_reads:
+        operands = _operands(run, formula, read)
+        is_of_node = any(isinstance(o, fx.Node) and info(o).is_data_dependent for o in read.operands)
+        if is_of_node or any(number.free_symbols - {traced.batch} for number in operands):
+            of_values.append(read)
+        # A condition on dynamic sizes as well as on the batch size belongs to `traced.dynamic`.
+        elif example.keys().isdisjoint(_symbols_in(_operands(run, full_formula, read))) and _symbols_in(operands):
+            if condition := batch_condition(traced, read, operands):
+                conditions.append(condition)
+            not_followed = not_followed or (read.where if read.function in NOT_FOLLOWED else "")
     if traced.is_for_one_size and (run.known.fixing or not traced.is_recorded):
         unknown = f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
         where = next((info(node).source for node in run.known.fixing), unknown)
         conditions.append(SizeCondition(sympy.Eq(traced.batch, traced.batch_of(values)), where))
     layouts = _layout_conditions(run, full_formula)
     conditions += [c for c in layouts if c.condition.free_symbols == {traced.batch}]
-    for size_read in of_values:
-        add_size_read(traced, size_read)
+    for read in of_values:
+        add_size_read(traced, read)
     if traced.recorded_sizes:
-        conditions.append(recorded_sizes_condition(traced))
+        conditions.append(_recorded_sizes_condition(traced))
     traced = replace(
         traced,
         size_reads=(),
         layout_reads=(),
         batch_conditions=tuple(conditions),
         mini_batch_conditions=fix_squeezes(traced, traced.batch_of(values)),
-        not_followed=next((read.where for read in of_batch if is_not_followed(read)), ""),
+        not_followed=not_followed,
     )
     traced = with_out_dims(traced, out_dims)
     if not (sure or traced.is_whole or any(how is not None for how in traced.out_dims)):
@@ -167,11 +180,11 @@ def _run_with_dynamic_sizes(
         sizes = batch_sizes(traced.leaves, asked)
         try:
             run = run_on_symbols(traced, values, asked, sure, sizes == {1}, wanted)
-            if not run.is_free and 1 in sizes and sizes != {1} and not sure:
+            if not run.batch_symbols and 1 in sizes and sizes != {1} and not sure:
                 # A dimension of size 1 is broadcast against larger ones, unless the larger ones are not a batch.
                 with contextlib.suppress(TraceError):
                     second = run_on_symbols(traced, values, asked, sure, True, wanted)
-                    run = second if second.is_free else run
+                    run = second if second.batch_symbols else run
             try:
                 with_batch = replace(traced, in_dims=_find_batch(traced, asked, run, sure))
             except ArgumentError:
@@ -190,24 +203,20 @@ def _run_with_dynamic_sizes(
             reasons |= dict.fromkeys(error.dims or wanted, str(error))
 
 
-def _batch_symbols(run: SymbolicRun) -> set[Any]:
-    return {s for symbol in run.symbols.values() for s in run.env.replace(symbol).free_symbols}
-
-
 def _formula_of(names: Mapping[Any, sympy.Symbol], run: SymbolicRun) -> Callable[[Any], sympy.Expr]:
     """Returns the function from a size to its formula in the batch size and the dynamic sizes."""
 
     def formula(value: Any) -> sympy.Expr:
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return run.env.replace(value.node.expr).xreplace(names)
-        return constant_formula(value)
+        return sympy.Float(value) if isinstance(value, float) else sympy.Integer(int(value))
 
     return formula
 
 
 def _own_symbols(traced: Traced, run: SymbolicRun, asked: Mapping[InputDim, str]) -> dict[Any, sympy.Symbol]:
     """Maps torch's symbols to ours: the batch symbol, and symbols named as in `asked` for dynamic sizes."""
-    names = dict.fromkeys(_batch_symbols(run), traced.batch)
+    names = dict.fromkeys(run.batch_symbols, traced.batch)
     for dim, name in asked.items():
         size = run.env.replace(run.dynamic[dim]) if dim in run.dynamic else None
         if size is not None and size.is_Symbol and size not in names:
@@ -227,7 +236,7 @@ def _dynamic_symbols(run: SymbolicRun) -> dict[sympy.Symbol, InputDim]:
                 f"its size is fixed by {where}, where it meets a plain number (of a loop over positions, of a table)",
                 frozenset({key}),
             )
-        if size.free_symbols & _batch_symbols(run):
+        if size.free_symbols & run.batch_symbols:
             raise FixedSizeError(f"its size goes with the batch size ({size})", frozenset({key}))
         if size.is_Symbol:
             symbols.setdefault(size, key)
@@ -255,13 +264,14 @@ def _dynamic_sizes(
     conditions = [SizeCondition(s >= 2, "torch, for which 0 and 1 are sizes of their own") for s in symbols]
     for read in traced.size_reads:
         is_of_values = any(isinstance(o, fx.Node) and o in run.known.value_dependent_nodes for o in read.operands)
-        met = _symbols_of(run, formula, read) & symbols.keys()
+        operands = _operands(run, formula, read)
+        met = _symbols_in(operands) & symbols.keys()
         if not met or is_of_values:
             continue
         if read.function not in SIZE_RELATIONS and read.function not in PIECES and read.function is not bool:
             dims = frozenset(symbols[s] for s in met)
             raise FixedSizeError(f"forward takes its size as a plain number at {read.where}", dims)
-        conditions.append(SizeCondition(relation(read, [*map(formula, _operand_values(run, read))]), read.where))
+        conditions.append(SizeCondition(_relation(read, operands), read.where))
     _refuse_other_layouts(run, formula, symbols)
     conditions += [c for c in _layout_conditions(run, formula) if c.condition.free_symbols & symbols.keys()]
     for guard in run.guards:
@@ -290,8 +300,8 @@ def _refuse_other_layouts(
     """Raises if forward read the layout of a tensor that differs for dynamic sizes."""
     for read, answer in run.layouts:
         fake = run.node_values[read.tensor]
-        sizes = map(formula, (*fake.shape, *fake.stride()) if isinstance(fake, torch.Tensor) else ())
-        met = {s for size in sizes for s in size.free_symbols} & symbols.keys()
+        sizes = (*fake.shape, *fake.stride()) if isinstance(fake, torch.Tensor) else ()
+        met = _symbols_in(map(formula, sizes)) & symbols.keys()
         is_same = type(answer) is not bool or answer == read.answer
         if met and not (is_same and answer is not None):
             raise FixedSizeError(
@@ -299,16 +309,17 @@ def _refuse_other_layouts(
             )
 
 
-def _symbols_of(run: SymbolicRun, formula: Callable[[Any], sympy.Expr], read: SizeRead) -> set[sympy.Symbol]:
-    return {symbol for size in map(formula, _operand_values(run, read)) for symbol in size.free_symbols}
-
-
-def _operand_values(run: SymbolicRun, read: SizeRead) -> list[Any]:
+def _operands(run: SymbolicRun, formula: Callable[[Any], sympy.Expr], read: SizeRead) -> list[sympy.Expr]:
+    """Returns the formulas of the sizes that were read."""
+    values: list[Any] = [run.node_values[o] if isinstance(o, fx.Node) else o for o in read.operands]
     if read.function is length or read.function in PIECES:
-        tensor, dim, *rest = read.operands
-        sizes = [run.node_values[o] if isinstance(o, fx.Node) else o for o in rest]
-        return [run.node_values[tensor].shape[dim], *sizes]  # type: ignore[index]
-    return [run.node_values[o] if isinstance(o, fx.Node) else o for o in read.operands]
+        tensor, dim, *rest = values
+        values = [tensor.shape[dim], *rest]
+    return [*map(formula, values)]
+
+
+def _symbols_in(sizes: Iterable[sympy.Expr]) -> set[sympy.Symbol]:
+    return {symbol for size in sizes for symbol in size.free_symbols}
 
 
 def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> tuple[int | None, ...]:
@@ -341,16 +352,106 @@ def _refuse_fixed_batch(traced: Traced, asked: Sequence[int | None], run: Symbol
 
 def _fold_fixed_sizes(traced: Traced) -> None:
     """Replaces numbers that do not depend on the batch size with constants, and erases their nodes."""
+    constants: dict[fx.Node, int | float] = {}
     for node in reversed(list(traced.graph.nodes)):
-        number = info(node).number
-        if node.op not in CALL_OPS or number is None or number.free_symbols or info(node).is_data_dependent:
+        known = info(node)
+        if node.op not in CALL_OPS or known.number is None or known.number.free_symbols:
             continue
-        if info(node).dynamic_number is not None:
+        if known.is_data_dependent or known.dynamic_number is not None:
             continue
+        constants[node] = constant_of(node, known.number)
         for user in list(node.users):
-            user.args, user.kwargs = _with_constant((user.args, user.kwargs), node, constant_of(node, number))
+            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: constants.get(n, n))
         traced.graph.erase_node(node)
 
 
-def _with_constant(arguments: Any, node: fx.Node, value: int | float) -> Any:
-    return fx.map_arg(arguments, lambda n: value if n is node else n)
+# -- reads of sizes in plain Python ----------------------------------------------------------------------------------
+
+
+def _relation(read: SizeRead, operands: Sequence[sympy.Expr]) -> sympy.Basic:
+    """Returns the condition on the operands from a comparison with its result, or from a number of pieces."""
+    if read.function in PIECES:
+        return sympy.Eq(PIECES[read.function](*operands), read.result)
+    is_relation = read.function in SIZE_RELATIONS
+    holds = SIZE_RELATIONS[read.function](*operands) if is_relation else sympy.Ne(operands[0], 0)
+    return holds if read.result else sympy.Not(holds)
+
+
+def add_size_read(traced: Traced, read: SizeRead) -> None:
+    """Adds a node that reads a size that depends on the values of tensors, as a value (`guards`)."""
+    nodes = {o for o in read.operands if isinstance(o, fx.Node)}
+    last = next(node for node in reversed(traced.graph.nodes) if node in nodes)
+    name = f"{last.name}_{read.function.__name__}"
+    with traced.graph.inserting_after(last):
+        node = traced.graph.create_node("call_function", read.function, read.operands, name=name)
+    known = info(last).beside(
+        source=read.where,
+        module=read.module,
+        recorded_at=replace(info(last).recorded_at, calls=read.calls),
+        read=ValueRead(read.result, read.function.__name__, is_size=True),
+        known_shapes=(),
+    )
+    set_info(node, known)
+
+
+def batch_condition(traced: Traced, read: SizeRead, operands: Sequence[sympy.Expr]) -> SizeCondition | None:
+    """Returns the condition of a read on the batch size, if any. Raises `TraceError` if forward computed with it."""
+    if read.function in NOT_FOLLOWED:
+        return None  # comparisons at other sizes show the effect
+    if read.function in SIZE_RELATIONS or read.function is bool:
+        condition = _relation(read, operands)
+        if not (condition.is_Relational and condition.lhs == traced.batch and condition.rhs.is_number):
+            condition = sympy.simplify(condition)  # slow, above all the first time
+        return None if condition == sympy.true else SizeCondition(condition, read.where)
+    if traced.recorded_sizes:
+        return None  # the graph contains the computation
+    raise TraceError(
+        f"the model computes with the batch size in plain Python at {read.where} ({read.function.__name__}); in a "
+        "micro-batch the result would be another one: keep the size a size (x / x.shape[0]), or use a tensor function "
+        "(x.mean())"
+    )
+
+
+def _recorded_sizes_condition(traced: Traced) -> SizeCondition:
+    """Returns the condition that the batch size is a recorded one. Raises `TraceError` if a size depends on values."""
+    for node in traced.graph.nodes:
+        sizes = [size for shape in info(node).shapes for size in shape.shape]
+        if any(size.free_symbols - {traced.batch} for size in sizes):
+            raise TraceError(
+                f"the model computes with sizes in plain Python, and {node.name}, made at {info(node).source}, has a "
+                "size that depends on the values of tensors: which numbers come from which cannot be told; use "
+                "functions with fixed sizes (torch.where, masks), or keep sizes sizes (x.shape[0], not int(x.shape[0]))"
+            )
+    first = next(node for node in traced.graph.nodes if node.op in CALL_OPS)
+    return SizeCondition(sympy.Or(*(sympy.Eq(traced.batch, s) for s in traced.recorded_sizes)), info(first).source)
+
+
+# -- `squeeze` in micro-batches of one sample: keeps the batch dimension ----------------------------------------------
+#
+# In a micro-batch of one sample, `x.squeeze()` would remove the batch, and the outputs of micro-batches could not be
+# combined. So each squeeze gets the dimensions that it removes from the mini-batch. A mini-batch of one sample needs
+# another graph.
+
+
+# No model of the zoo: `x.squeeze()` over micro-batches of one sample needs it (behaviour/test_batch.py).
+def fix_squeezes(traced: Traced, batch: int) -> tuple[SizeCondition, ...]:
+    """Sets dims of squeezes that could remove the batch; returns conditions. `batch`: samples in the recording."""
+    reads = []
+    for node in traced.nodes:
+        if node.target not in _SQUEEZES or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        sizes = info(node.args[0]).shapes[0].shape
+        named: tuple[Any, ...] = (*node.args[1:], *(value for key, value in node.kwargs.items() if key == "dim"))
+        dims = named[0] if named else range(len(sizes))
+        asked = [d % len(sizes) for d in (dims if isinstance(dims, (tuple, list, range)) else [dims])]
+        varying = [sizes[d] for d in asked if sizes[d].free_symbols == {traced.batch}]
+        for size in varying:
+            alone = sympy.Eq(size, 1)
+            if alone == sympy.false:
+                continue
+            is_alone = bool(alone.subs(traced.batch, batch))
+            reads.append(SizeCondition(alone if is_alone else sympy.Ne(size, 1), info(node).source))
+            if not is_alone:
+                node.args, node.kwargs = (node.args[0], tuple(d for d in asked if sizes[d] == 1)), {}
+                node.target = _ATEN.dims if isinstance(node.target, OpOverload) else node.target
+    return tuple(reads)
