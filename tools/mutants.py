@@ -1253,14 +1253,14 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/effects.py",
-        "    changed |= {key for key, old in before.items() if not equal_tensors(buffers[key][1], old)}\n",
+        "        changed |= {key for key, old in before.items() if not equal_tensors(buffers[key][1], old)}\n",
         "",
         "unit/tracing/verify/test_effects.py::test_a_write_that_no_version_shows",
     ),
     Mutant(
         "tracing/verify/effects.py",
-        "        changed |= {storages.name(values[b]) for b in running_statistics(node)}\n",
-        "        pass\n",
+        "            changed |= {storages.name(values[b]) for b in running_statistics(node)}\n",
+        "            pass\n",
         "unit/rewriting/test_deferred_batch_norm.py::test_every_momentum",
     ),
     Mutant(

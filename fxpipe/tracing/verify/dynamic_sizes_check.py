@@ -37,7 +37,9 @@ def check_dynamic_sizes(traced: Traced, leaves: Sequence[Any], seen: Sequence[Ma
     """
     if traced.uneven_outputs:
         raise FixedSizeError("rows of an output do not simply grow with the number of samples")
-    before = [lengths for sizes in seen if (lengths := _lengths_seen(traced, sizes)) is not None]
+    keys = traced.dynamic.symbols
+    known = [tuple((s, sizes[key]) for s, key in keys.items()) for sizes in seen if sizes.keys() >= {*keys.values()}]
+    before = [lengths for lengths in known if lengths != traced.dynamic.example]
     others = [lengths for lengths in dict.fromkeys(before) if _compare(traced, leaves, lengths)]
     candidates = [*itertools.islice(_unseen(traced, leaves, before), _CANDIDATES)]
     unseen = next((lengths for lengths in candidates if _compare(traced, leaves, lengths)), None)
@@ -64,13 +66,6 @@ def recheck_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any
             traced.comparisons.hold_between_compared()
             return False
         return True
-
-
-def _lengths_seen(traced: Traced, sizes: Mapping[InputDim, int]) -> Lengths | None:
-    if not all(key in sizes for key in traced.dynamic.symbols.values()):
-        return None
-    lengths = tuple((symbol, sizes[key]) for symbol, key in traced.dynamic.symbols.items())
-    return lengths if lengths != traced.dynamic.example else None
 
 
 def _unseen(traced: Traced, leaves: Sequence[Any], before: Sequence[Lengths]) -> Iterator[Lengths]:
@@ -118,41 +113,35 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
         raise FixedSizeError(f"at another size ({shown}): {error}") from error
     except Exception:
         return False  # the model raises again for such inputs
-    if (failing or traced.dynamic.is_observed) and not _have_expected_shapes(traced, sample, batch, lengths):
-        if not failing:
+    if failing or traced.dynamic.is_observed:
+        sizes = {traced.batch: batch, **dict(lengths)}
+        are_expected = all(  # all values have the sizes that the formulas give
+            tensor.shape == tuple(formula.subs(sizes) for formula in shape.shape)
+            for node, value in observe_graph(traced, sample, traced.nodes[-1]).items()
+            for tensor, shape in zip(observed_tensors(value), info(node).full_shapes, strict=False)
+        )
+        if not are_expected and not failing:
             raise FixedSizeError("functions that can only be seen make other sizes than those seen before")
-        return False
+        if not are_expected:
+            return False
     traced.comparisons.harmless.update(failing)
     return True
 
 
 def _sample_of(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any] | None:
-    """Returns samples of these sizes, as few as possible, for which the graph may hold; None if there are none."""
+    """Returns samples of these sizes, as few as possible, for which the graph may hold; None if there are none.
+
+    All of forward's conditions on sizes must hold; conditions of torch need not.
+    """
+    reads = (*traced.batch_conditions, *traced.mini_batch_conditions)
     for batch in dict.fromkeys((min(FEWEST_SAMPLES, traced.batch_of(leaves)), traced.batch_of(leaves))):
-        if not _may_hold(traced, batch, lengths):
+        failing = traced.failing_conditions(batch, lengths)
+        if not all(one.is_of_torch for one in failing) or not all(read.holds(batch) for read in reads):
             continue
         sample = resize(traced, take_samples(traced, leaves, 0, batch), lengths)
         if traced.guards_hold(sample, traced.seed):
             return sample
     return None
-
-
-def _may_hold(traced: Traced, batch: int, lengths: Lengths) -> bool:
-    """Returns whether all of forward's conditions on sizes hold; conditions of torch need not."""
-    failing = traced.failing_conditions(batch, lengths)
-    reads = (*traced.batch_conditions, *traced.mini_batch_conditions)
-    return all(condition.is_of_torch for condition in failing) and all(read.holds(batch) for read in reads)
-
-
-def _have_expected_shapes(traced: Traced, sample: Sequence[Any], batch: int, lengths: Lengths) -> bool:
-    """Runs the graph and returns whether all values have the sizes that the formulas give."""
-    sizes = {traced.batch: batch, **dict(lengths)}
-    seen = observe_graph(traced, sample, traced.nodes[-1])
-    return all(
-        tensor.shape == tuple(formula.subs(sizes) for formula in shape.shape)
-        for node, value in seen.items()
-        for tensor, shape in zip(observed_tensors(value), info(node).full_shapes, strict=False)
-    )
 
 
 def resize(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any]:

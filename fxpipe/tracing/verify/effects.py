@@ -23,13 +23,7 @@ from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
 from fxpipe._torch.tensor_data import StorageNumbers
 from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.forward_rng import DrawStream
-from fxpipe.tracing.interpreter import (
-    NodeValues,
-    copy_as_leaf,
-    run_node,
-    run_nodes,
-    writable_copy,
-)
+from fxpipe.tracing.interpreter import NodeValues, copy_as_leaf, run_node, run_nodes, writable_copy
 from fxpipe.tracing.model_state import equal_tensors
 from fxpipe.tracing.node_arguments import named_arguments
 from fxpipe.tracing.node_info import info
@@ -122,7 +116,18 @@ def observe_run(traced: Traced, sample: Sequence[Any], saves: bool = False) -> G
         return copy
 
     def work(node: fx.Node, values: NodeValues) -> Any:
-        value, seen.changed[node] = _run_observed(node, values, buffers, storages, draws, saves)
+        read = list({id(t): t for source in node.all_input_nodes for t in tensors_in(values[source])}.values())
+        versions = [version_of(t) for t in read]
+        before = {key: buffers[key][1].clone() for key in map(storages.name, read) if key in buffers}
+        with in_fake_mode(), contextlib.nullcontext() if saves else saving_block_for(node.target, NoSavedTensors()):
+            value = run_node(node, values)
+            if info(node).is_scalar_draw:
+                value = draws.take(lambda: run_node(node, values))
+        changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if version_of(t) != v}
+        changed |= {key for key, old in before.items() if not equal_tensors(buffers[key][1], old)}
+        if node.target in NORM_FUNCTIONS:  # update their buffers without raising the version
+            changed |= {storages.name(values[b]) for b in running_statistics(node)}
+        seen.changed[node] = changed
         is_one = isinstance(value, torch.Tensor)
         seen.returned[node] = next((s for s in node.all_input_nodes if is_one and values[s] is value), None)
         return value
@@ -157,100 +162,59 @@ def observe_run(traced: Traced, sample: Sequence[Any], saves: bool = False) -> G
 
 def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
     """Merges the effects of the runs at all sizes that will occur."""
-    nodes = traced.nodes
-    place, last = _places_and_last_users(traced)
-    classes = _UnionFind()
-    first: dict[fx.Node, _StorageKey] = {}
+    parents: dict[tuple[int, int], tuple[int, int]] = {}  # disjoint sets of the storages of all runs
+
+    def root_of(storage: tuple[int, int]) -> tuple[int, int]:
+        while parents.setdefault(storage, storage) != storage:
+            parents[storage] = parents[parents[storage]]
+            storage = parents[storage]
+        return storage
+
+    first: dict[fx.Node, tuple[int, int]] = {}
     for number, one in enumerate(seen):
         for node, storages in one.storages.items():
             for storage in storages:
-                classes.unite((number, storage), first.setdefault(node, (number, storage)))
-    numbers: dict[_StorageKey, int] = {}
-    alias = {
-        n: numbers.setdefault(classes.find(first[n]), len(numbers)) if n in first else None for n in traced.graph.nodes
-    }
-    writes = []
-    for node in nodes:
-        changed = (classes.find((number, s)) for number, one in enumerate(seen) for s in one.changed[node])
+                parents[root_of((number, storage))] = root_of(first.setdefault(node, (number, storage)))
+    numbers: dict[tuple[int, int], int] = {}
+    alias = {n: numbers.setdefault(root_of(first[n]), len(numbers)) if n in first else None for n in traced.graph.nodes}
+    writes, same = [], {}
+    for node in traced.nodes:
+        changed = (root_of((number, s)) for number, one in enumerate(seen) for s in one.changed[node])
         writes.append({numbers[root] for root in changed if root in numbers})
-    returned = {n: {one.returned[n] for one in seen} for n in nodes}
-    same = {
-        n: source
-        for n, sources in returned.items()
-        if len(sources) == 1 and (source := next(iter(sources))) is not None
-    }
+        source, *others = {one.returned[node] for one in seen}
+        if source is not None and not others:
+            same[node] = source
     requires_grad = {n: any(one.requires_grad[n] for one in seen) for n in alias if n in seen[0].requires_grad}
-    effects = Effects(nodes, place, last, alias, same, writes, requires_grad)
-    last |= dict.fromkeys(effects.written_inputs, len(nodes))  # they are returned to the caller
-    return effects
+    return _effects(traced, alias, same, writes, requires_grad)
 
 
 def effects_of_changed(traced: Traced, effects: Effects) -> Effects:
     """Returns the effects of a graph after nodes were removed, or nodes that create new tensors were added."""
-    nodes, (place, last) = traced.nodes, _places_and_last_users(traced)
     new = itertools.count(len(effects.alias))
     alias = {n: effects.alias[n] if n in effects.alias else next(new) for n in traced.graph.nodes}
     same = {n: source for n, source in effects.same.items() if n in alias}
-    writes = [effects.written_classes[effects.place[n]] if n in effects.place else set() for n in nodes]
-    requires_grad = dict(effects.requires_grad)
-    for node in nodes:
+    writes = [effects.written_classes[effects.place[n]] if n in effects.place else set() for n in traced.nodes]
+    requires_grad = {n: flag for n, flag in effects.requires_grad.items() if n in alias}
+    for node in traced.nodes:
         if node not in requires_grad:
             requires_grad[node] = any(requires_grad.get(n) for n in node.all_input_nodes)
-    requires_grad = {n: flag for n, flag in requires_grad.items() if n in alias}
-    changed = Effects(nodes, place, last, alias, same, writes, requires_grad)
-    last |= dict.fromkeys(changed.written_inputs, len(nodes))
-    return changed
+    return _effects(traced, alias, same, writes, requires_grad)
 
 
-def _places_and_last_users(traced: Traced) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+def _effects(
+    traced: Traced,
+    alias: dict[fx.Node, int | None],
+    same: dict[fx.Node, fx.Node],
+    writes: list[set[int]],
+    requires_grad: dict[fx.Node, bool],
+) -> Effects:
     nodes = traced.nodes
     place = {n: -1 for n in traced.graph.nodes if n.op == "placeholder"} | {n: p for p, n in enumerate(nodes)}
     last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in traced.graph.nodes}
     last |= {o: len(nodes) for o in [*traced.handed_out, *traced.assigned.values()] if isinstance(o, fx.Node)}
-    return place, last
-
-
-_StorageKey = tuple[int, int]
-
-
-class _UnionFind:
-    """Disjoint sets of storages. A new one is a set by itself."""
-
-    def __init__(self) -> None:
-        self._parent: dict[_StorageKey, _StorageKey] = {}
-
-    def find(self, item: _StorageKey) -> _StorageKey:
-        parent = self._parent
-        parent.setdefault(item, item)
-        while parent[item] != item:
-            parent[item] = parent[parent[item]]
-            item = parent[item]
-        return item
-
-    def unite(self, one: _StorageKey, other: _StorageKey) -> None:
-        self._parent[self.find(one)] = self.find(other)
-
-
-def _run_observed(
-    node: fx.Node,
-    values: NodeValues,
-    buffers: dict[int, tuple[fx.Node, torch.Tensor]],
-    storages: StorageNumbers,
-    draws: DrawStream,
-    saves: bool,
-) -> tuple[Any, set[int]]:
-    read = list({id(t): t for source in node.all_input_nodes for t in tensors_in(values[source])}.values())
-    versions = [version_of(t) for t in read]
-    before = {key: buffers[key][1].clone() for key in map(storages.name, read) if key in buffers}
-    with in_fake_mode(), contextlib.nullcontext() if saves else saving_block_for(node.target, NoSavedTensors()):
-        value = run_node(node, values)
-        if info(node).is_scalar_draw:
-            value = draws.take(lambda: run_node(node, values))
-    changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if version_of(t) != v}
-    changed |= {key for key, old in before.items() if not equal_tensors(buffers[key][1], old)}
-    if node.target in NORM_FUNCTIONS:  # update their buffers without raising the version
-        changed |= {storages.name(values[b]) for b in running_statistics(node)}
-    return value, changed
+    effects = Effects(nodes, place, last, alias, same, writes, requires_grad)
+    last |= dict.fromkeys(effects.written_inputs, len(nodes))  # they are returned to the caller
+    return effects
 
 
 def least_samples(traced: Traced) -> int:

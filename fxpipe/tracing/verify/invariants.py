@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from fxpipe.errors import InternalError
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.effects import Effects
 
 _SHOWN_FAULTS = 8
 
@@ -33,24 +32,16 @@ def find_faults(traced: Traced) -> Iterator[str]:
         for node in traced.nodes:
             if info(node).known_shapes is None and not info(node).is_guarded_read:
                 yield f"{node.name} has no shapes"
-        yield from _combination_faults(traced)
-    if traced.effects is not None:
-        yield from _effect_faults(traced, traced.effects)
-
-
-def _combination_faults(traced: Traced) -> Iterator[str]:
-    """Checks that each combined output has a combination, of pieces that are joined as it says."""
-    combined, combinations = [p for p, dim in enumerate(traced.out_dims) if dim == "combined"], traced.combinations
-    if combined != [one.output for one in combinations]:
-        yield f"the outputs {combined} are combined, and there are combinations for {[c.output for c in combinations]}"
-    pieces = dict(enumerate(traced.piece_dims, len(traced.outputs)))
-    for one in combinations:
-        if [pieces.get(place, "missing") for place in one.pieces] != [*one.reductions]:
-            yield f"{one.where} is combined of {one.pieces} by {one.reductions}, and the pieces are {pieces}"
-
-
-def _effect_faults(traced: Traced, effects: Effects) -> Iterator[str]:
-    """Checks that the effects belong to the nodes of this graph, in its order."""
+        combined = [p for p, dim in enumerate(traced.out_dims) if dim == "combined"]
+        outputs = [one.output for one in traced.combinations]
+        if combined != outputs:
+            yield f"the outputs {combined} are combined, and there are combinations for {outputs}"
+        pieces = dict(enumerate(traced.piece_dims, len(traced.outputs)))
+        for one in traced.combinations:
+            if [pieces.get(place, "missing") for place in one.pieces] != [*one.reductions]:
+                yield f"{one.where} is combined of {one.pieces} by {one.reductions}, and the pieces are {pieces}"
+    if (effects := traced.effects) is None:
+        return
     if effects.nodes != traced.nodes or len(effects.written_classes) != len(effects.nodes):
         yield "the effects are those of other nodes, or of nodes in another order"
         return

@@ -25,21 +25,39 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import Traced
-
-NO_OTHERS: Mapping[str, Any] = {}
+from fxpipe.tracing.verify.effects import Effects
 
 
 def refuse_differing_writes(traced: Traced) -> None:
     """Raises `CannotRecord` if micro-batches would write different values to an input that is not split."""
-    effects = traced.effects
+    effects, batched = traced.effects, traced.batch_placeholders
     assert effects is not None
     if traced.is_whole:
         return
-    differing = _differing_alias_classes(traced)
+    changed = set[int]().union(*effects.written_classes)
+    nodes: set[fx.Node] = set()
+    classes: set[int | None] = set()  # that at some point hold a value that differs between micro-batches
+    for node in traced.graph.nodes:
+        alias = effects.alias.get(node)
+        if node.op == "placeholder":
+            differs = node in batched
+        elif node.op == "get_attr":
+            differs = alias in changed or str(node.target) in traced.assigned
+        elif (number := info(node).number) is not None:
+            differs = bool(number.free_symbols)
+        else:
+            sources = node.all_input_nodes
+            differs = info(node).is_random or any(
+                source in nodes or effects.alias.get(source) in classes for source in sources
+            )
+        if differs:
+            nodes.add(node)
+            place = effects.place.get(node, -1)
+            classes |= {alias, *(effects.written_classes[place] if place >= 0 else ())} - {None}
     for node in effects.written_inputs:
-        if node not in traced.batch_placeholders and effects.alias[node] in differing:
+        if node not in batched and effects.alias[node] in classes:
             raise CannotRecord(
-                f"forward writes to the input {_input_path(traced, node)} at {_writing_line(traced, node)}, which is "
+                f"{_write_to(traced, effects, node)}, which is "
                 "not cut into micro-batches, and what it writes depends on samples, on random numbers or on buffers "
                 "that change, so that each micro-batch would leave something else in it; return the new value, keep "
                 "it in a buffer (register_buffer), or give it a dimension for the samples (in_dims=)",
@@ -48,7 +66,7 @@ def refuse_differing_writes(traced: Traced) -> None:
 
 
 def refuse_unwritable_inputs(
-    traced: Traced, leaves: Sequence[Any], in_one: bool = False, others: Mapping[str, Any] = NO_OTHERS
+    traced: Traced, leaves: Sequence[Any], in_one: bool = False, others: Mapping[str, Any] | None = None
 ) -> None:
     """Raises `ArgumentError` if an input that the graph writes cannot be written: it requires grad, or overlaps.
 
@@ -58,19 +76,18 @@ def refuse_unwritable_inputs(
     """
     effects = traced.effects
     assert effects is not None
-    written = effects.written_inputs
-    if not written:
+    if not effects.written_inputs:
         return
     values = {leaf.path: value for leaf, value in zip(traced.leaves, leaves, strict=True)}
     values |= {f"the model's {slot.name!r}": tensor for slot, tensor in slots_of(traced.model).items()}
     extents = {
         name: _memory_extent(value)
-        for name, value in {**values, **others}.items()
+        for name, value in {**values, **(others or {})}.items()
         if isinstance(value, torch.Tensor) and value.layout == torch.strided
     }
-    for node in written:
-        path, leaf = _input_path(traced, node), leaves[traced.place_of(node)]
-        what = f"forward writes to the input {path} at {_writing_line(traced, node)}"
+    for node in effects.written_inputs:
+        path, leaf = traced.leaves[traced.place_of(node)].path, leaves[traced.place_of(node)]
+        what = _write_to(traced, effects, node)
         if leaf.requires_grad and leaf.is_leaf and traced.state.grad:
             raise ArgumentError(
                 f"{what}, and the tensor given is a leaf that requires grad, which torch lets nobody write to; give a "
@@ -95,43 +112,10 @@ def refuse_unwritable_inputs(
                 )
 
 
-def _differing_alias_classes(traced: Traced) -> set[int | None]:
-    """Returns the alias classes that at some point hold a value that differs between micro-batches."""
-    effects = traced.effects
-    assert effects is not None
-    changed, batched = set[int]().union(*effects.written_classes), traced.batch_placeholders
-    nodes: set[fx.Node] = set()
-    classes: set[int | None] = set()
-    for node in traced.graph.nodes:
-        alias = effects.alias.get(node)
-        if node.op == "placeholder":
-            differs = node in batched
-        elif node.op == "get_attr":
-            differs = alias in changed or str(node.target) in traced.assigned
-        elif (number := info(node).number) is not None:
-            differs = bool(number.free_symbols)
-        else:
-            sources = node.all_input_nodes
-            differs = info(node).is_random or any(
-                source in nodes or effects.alias.get(source) in classes for source in sources
-            )
-        if differs:
-            nodes.add(node)
-            place = effects.place.get(node, -1)
-            classes |= {alias, *(effects.written_classes[place] if place >= 0 else ())} - {None}
-    return classes
-
-
-def _input_path(traced: Traced, node: fx.Node) -> str:
-    return traced.leaves[traced.place_of(node)].path
-
-
-def _writing_line(traced: Traced, node: fx.Node) -> str:
-    effects = traced.effects
-    assert effects is not None
-    alias = effects.alias[node]
-    writer = next(n for n, classes in zip(effects.nodes, effects.written_classes, strict=True) if alias in classes)
-    return info(writer).source
+def _write_to(traced: Traced, effects: Effects, node: fx.Node) -> str:
+    classes = zip(effects.nodes, effects.written_classes, strict=True)
+    writer = next(n for n, written in classes if effects.alias[node] in written)
+    return f"forward writes to the input {traced.leaves[traced.place_of(node)].path} at {info(writer).source}"
 
 
 def _memory_extent(tensor: torch.Tensor) -> tuple[int, int, int]:
