@@ -145,14 +145,36 @@ class ReductionWalk:
     def combination(self, output: fx.Node, place: int) -> OutputCombination | int | str | None:
         """Combines an output: as one piece, or as a function of pieces. Raises `UnknownReductionError`."""
         reduced = self._reduced(output)
-        if len(reduced.pieces) == 1 and not reduced.calls:
-            return reduced.pieces[0].how
-        terms = reduced.terms([piece.terms for piece in reduced.pieces])
+        pieces = reduced.pieces
+        if len(pieces) == 1 and not reduced.calls:
+            return pieces[0].how
+        terms = reduced.terms([piece.terms for piece in pieces])
         if terms is not None and terms <= CONSTANT_TERMS | MEAN_TERMS:
             return "mean"
-        if terms is not None and terms == SUM_TERMS:
+        if terms == SUM_TERMS:
             return "sum"
-        return self._combination(reduced, output, place)
+        # A piece that depends on inputs only is known for the mini-batch before a step.
+        known = [p.how is not None and all(map(self.is_of_inputs, dependencies_of(p.node))) for p in pieces]
+        varying = [CONSTANT_TERMS if is_known else p.terms for p, is_known in zip(pieces, known, strict=True)]
+        nodes = []
+        for piece in pieces:
+            node = piece.node
+            if not self.changed.isdisjoint(info(node).storages) and info(node).number is None:
+                if node not in self._copies:  # a later node changes the value
+                    self._copies[node] = self._add_after(node, torch.clone, (node,), info(node).shapes[0].dtype)
+                node = self._copies[node]
+            nodes.append(node)
+            self.handed_out.setdefault(node, piece.how)
+        order, first = [*self.handed_out], len(self.traced.outputs)
+        return OutputCombination(
+            place,
+            tuple(first + order.index(node) for node in nodes),
+            tuple(piece.how for piece in pieces),
+            tuple(reduced.numbered_calls()),
+            tuple(known),
+            reduced.terms(varying) is not None and not any(isinstance(piece.how, int) for piece in pieces),
+            f"output {place} ({output.name}, made at {info(output).source or 'the input'})",
+        )
 
     def finish(self) -> tuple[int | str | None, ...]:
         """Makes the pieces outputs of the graph, erases unused added nodes, and returns the join of each piece."""
@@ -164,31 +186,13 @@ class ReductionWalk:
                 self.traced.graph.erase_node(node)
         return tuple(self.handed_out.values())
 
-    def _combination(self, reduced: ReducedOutput, output: fx.Node, place: int) -> OutputCombination:
-        known = [self._is_known(piece) for piece in reduced.pieces]
-        varying = [
-            CONSTANT_TERMS if is_known else piece.terms for piece, is_known in zip(reduced.pieces, known, strict=True)
-        ]
-        nodes = [self._handed_out(piece.node) for piece in reduced.pieces]
-        for piece, node in zip(reduced.pieces, nodes, strict=True):
-            self.handed_out.setdefault(node, piece.how)
-        order, first = [*self.handed_out], len(self.traced.outputs)
-        return OutputCombination(
-            place,
-            tuple(first + order.index(node) for node in nodes),
-            tuple(piece.how for piece in reduced.pieces),
-            tuple(reduced.numbered_calls()),
-            tuple(known),
-            reduced.terms(varying) is not None and not any(isinstance(piece.how, int) for piece in reduced.pieces),
-            f"output {place} ({output.name}, made at {info(output).source or 'the input'})",
-        )
-
     # -- the tail ------------------------------------------------------------------------------------------------------
 
     def _reduced(self, output: fx.Node) -> ReducedOutput:
         """Walks back from an output to its pieces; the nodes after the pieces are the tail."""
         reduced, tail = ReducedOutput(), set[fx.Node]()
-        if self._is_changed_after(output):
+        later = [*self.order][self.order[output] + 1 :]
+        if any(not info(output).storages.isdisjoint(info(n).written_storages) for n in later):
             raise _unknown_reduction(output, "which is changed in place before it is returned")
         todo = [output]
         while todo:
@@ -234,15 +238,24 @@ class ReductionWalk:
     def _refuse_tail(self, reduced: ReducedOutput, tail: set[fx.Node]) -> None:
         """Raises if a tail reads state that forward changes, is read by forward, or is a large part of the model."""
         is_joint = any(isinstance(piece.how, int) for piece in reduced.pieces)
+        held = [n for n in self.order if n.op == "get_attr"]
+        changed = {n for n in held if not self.changed.isdisjoint(info(n).storages) or n.target in self.traced.assigned}
         taken = 0.0
         for piece in reduced.pieces if tail else ():
+            for node in dependencies_of(piece.node) if is_joint else ():
+                is_reader = node.op in CALL_OPS and "_norm" not in base_opname(node)
+                if piece.node in changed or (is_reader and not changed.isdisjoint(node.all_input_nodes)):
+                    raise _unknown_reduction(node, "which reads state that forward changes")
+                # Micro-batches draw other numbers, so samples of different micro-batches would not fit each other.
+                sizes = [size for shape in info(node).shapes for size in shape.shape]
+                if info(node).is_random and (runs_python(node) or not any(size.free_symbols for size in sizes)):
+                    raise _unknown_reduction(
+                        node, "which draws random numbers for all samples, again in each micro-batch"
+                    )
             attributes = [n for n in dependencies_of(piece.node) if n.op == "get_attr"] if piece.how is None else []
-            if is_joint and (reader := self._reader_of_changed_state(piece.node)):
-                raise _unknown_reduction(reader, "which reads state that forward changes")
-            if is_joint and (draw := self._common_draw(piece.node)):
-                raise _unknown_reduction(draw, "which draws random numbers for all samples, again in each micro-batch")
             if any(isinstance(attribute_tensor(self.traced, n), torch.nn.Parameter) for n in attributes):
-                taken += _elements(piece.node)
+                elements = [sympy.Mul(*shape.shape) for shape in info(piece.node).shapes]
+                taken += sum(float(number) for number in elements if number.is_number)
         share = taken / max(1, sum(p.numel() for p in self.traced.model.parameters()))
         first = min(tail, key=self.order.__getitem__, default=None)
         if first is not None and share >= MAX_TAIL_SHARE:
@@ -257,22 +270,6 @@ class ReductionWalk:
 
     def _writes_to_state(self, node: fx.Node) -> bool:
         return not self.state.isdisjoint(info(node).written_storages)
-
-    def _reader_of_changed_state(self, piece: fx.Node) -> fx.Node | None:
-        """Returns a node up to a piece, other than a batch norm, that reads state which forward changes or sets."""
-        held = [n for n in self.order if n.op == "get_attr"]
-        changed = {n for n in held if not self.changed.isdisjoint(info(n).storages) or n.target in self.traced.assigned}
-        nodes = (n for n in dependencies_of(piece) if n.op in CALL_OPS and "_norm" not in base_opname(n))
-        readers = (n for n in nodes if not changed.isdisjoint(n.all_input_nodes))
-        return piece if piece in changed else next(readers, None)
-
-    def _common_draw(self, piece: fx.Node) -> fx.Node | None:
-        """Returns a random node up to a piece whose numbers do not belong to single samples, or may not.
-
-        Micro-batches draw other numbers, so samples of different micro-batches would not fit each other.
-        """
-        draws = (n for n in dependencies_of(piece) if info(n).is_random)
-        return next((n for n in draws if runs_python(n) or not any(map(_is_batched, info(n).shapes))), None)
 
     def _add_calls(self, reduced: ReducedOutput, tail: set[fx.Node]) -> None:
         """Adds the tail as calls, in the order of the graph. The calls write to copies of pieces."""
@@ -339,7 +336,15 @@ class ReductionWalk:
         self, node: fx.Node, count: Callable[..., torch.Tensor], args: tuple[Any, ...], reduced: ReducedOutput
     ) -> None:
         """Adds a mean over selected elements: its total and its count are pieces."""
-        total, number = self._total_and_count(node, count, args)
+        if node not in self._counted:
+            weight = args[1] if count is cross_entropy_divisor else None
+            dtype = info(weight).shapes[0].dtype if isinstance(weight, fx.Node) else torch.int64
+            number = self._add_after(node, count, args, dtype)
+            wide = torch.promote_types(info(node).shapes[0].dtype, torch.float32)
+            if dtype.is_floating_point:
+                wide = torch.promote_types(wide, dtype)
+            self._counted[node] = self._add_after(number, sum_from_mean, (node, number), wide), number
+        total, number = self._counted[node]
         self._piece(total, "sum", SUM_TERMS, reduced)
         self._piece(number, "sum", SUM_TERMS, reduced)
         operands = (CombinationRef(reduced.values[total]), CombinationRef(reduced.values[number]))
@@ -368,10 +373,6 @@ class ReductionWalk:
         number = info(node).number
         return number is not None and not number.free_symbols
 
-    def _is_changed_after(self, node: fx.Node) -> bool:
-        storages, first = info(node).storages, self.order[node]
-        return any(first < at and not storages.isdisjoint(info(n).written_storages) for n, at in self.order.items())
-
     def _rows(self, node: fx.Node) -> int | None:
         """Returns the dimension of the samples, if each row of the tensor belongs to one sample, in order."""
         shapes = info(node).shapes
@@ -393,8 +394,9 @@ class ReductionWalk:
         batched = [n for n in node.all_input_nodes if n in self.batch_dependent and info(n).number is None]
         if not isinstance(source, fx.Node) or any(self._rows(n) is None for n in (source, *batched)):
             return False
-        even, name = self._is_even(source), base_opname(node)
-        if even is None:
+        name, size = base_opname(node), self._batch_dim(source)[1]
+        even = not sympy.cancel(size / self.traced.batch).free_symbols  # have all samples equally many elements?
+        if not even and self.traced.batch in size.free_symbols:
             return False
         if name in ("sum", "nansum", "count_nonzero"):
             return self._simple_piece(node, "sum", reduced)
@@ -403,7 +405,9 @@ class ReductionWalk:
                 return self._simple_piece(node, "mean", reduced)
             return not info(node).shapes[0].shape and self._elements_piece(node, source, reduced)
         arguments = _loss_arguments(node)
-        if arguments is None or self._differ(node, batched):
+        # A loss of arguments that hold the samples in different dimensions may compare all pairs.
+        differ = node.target is not F.ctc_loss and len({self._batch_dim(n) for n in batched}) > 1
+        if arguments is None or differ:
             return False
         return self._loss(node, source, arguments, even, reduced)
 
@@ -455,44 +459,11 @@ class ReductionWalk:
             return self._elements_piece(node, source, reduced)
         return True
 
-    def _differ(self, node: fx.Node, batched: list[fx.Node]) -> bool:
-        """Returns whether arguments of a loss hold the samples in different dimensions: it may compare all pairs."""
-        return node.target is not F.ctc_loss and len({self._batch_dim(n) for n in batched}) > 1
-
     def _batch_dim(self, node: fx.Node) -> tuple[int, Any]:
         shape = info(node).shapes[0].shape
         return next((d, size) for d, size in enumerate(shape) if size.free_symbols)
 
-    def _is_even(self, node: fx.Node) -> bool | None:
-        """Returns whether all samples have equally many elements; None if their number is nonlinear in the batch."""
-        size = self._batch_dim(node)[1]
-        if not sympy.cancel(size / self.traced.batch).free_symbols:
-            return True
-        return None if self.traced.batch in size.free_symbols else False
-
     # -- nodes for the pieces ------------------------------------------------------------------------------------------
-
-    def _total_and_count(
-        self, mean: fx.Node, count: Callable[..., torch.Tensor], args: tuple[Any, ...]
-    ) -> tuple[fx.Node, fx.Node]:
-        if mean not in self._counted:
-            weight = args[1] if count is cross_entropy_divisor else None
-            dtype = info(weight).shapes[0].dtype if isinstance(weight, fx.Node) else torch.int64
-            number = self._add_after(mean, count, args, dtype)
-            wide = torch.promote_types(info(mean).shapes[0].dtype, torch.float32)
-            if dtype.is_floating_point:
-                wide = torch.promote_types(wide, dtype)
-            total = self._add_after(number, sum_from_mean, (mean, number), wide)
-            self._counted[mean] = total, number
-        return self._counted[mean]
-
-    def _handed_out(self, node: fx.Node) -> fx.Node:
-        """Returns the node whose value is returned: a copy, if a later node changes the value."""
-        if self.changed.isdisjoint(info(node).storages) or info(node).number is not None:
-            return node
-        if node not in self._copies:
-            self._copies[node] = self._add_after(node, torch.clone, (node,), info(node).shapes[0].dtype)
-        return self._copies[node]
 
     def _add_after(self, node: fx.Node, function: Any, args: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
         graph = self.traced.graph
@@ -510,10 +481,6 @@ class ReductionWalk:
         if any(source in self.batch_dependent for source in new.all_input_nodes):
             self.batch_dependent.add(new)
         return new
-
-    def _is_known(self, piece: OutputPiece) -> bool:
-        """Returns whether a piece depends on inputs only, so that its mini-batch value is known before a step."""
-        return piece.how is not None and all(map(self.is_of_inputs, dependencies_of(piece.node)))
 
     def is_of_inputs(self, node: fx.Node) -> bool:
         """Returns whether a node computes something before a step that it computes in one, from known arguments."""
@@ -555,15 +522,6 @@ def _loss_arguments(node: fx.Node) -> dict[str, Any] | None:
     return None if is_old or "reduction" not in arguments else arguments
 
 
-def _is_batched(shape: TensorShape) -> bool:
-    return any(size.free_symbols for size in shape.shape)
-
-
-def _elements(node: fx.Node) -> float:
-    sizes = [sympy.Mul(*shape.shape) for shape in info(node).shapes]
-    return sum(float(size) if size.is_number else 0.0 for size in sizes)
-
-
 def _unknown_reduction(node: fx.Node, why: str) -> UnknownReductionError:
     return UnknownReductionError(f"{node.name}, made at {info(node).source or 'the input'}, {why}")
 
@@ -576,14 +534,9 @@ def _has_rows(terms: Terms) -> bool:
 
 
 def _refs(value: Any) -> list[CombinationRef]:
-    refs: list[CombinationRef] = []
-
-    def look(leaf: Any) -> Any:
-        refs.extend([leaf] if isinstance(leaf, CombinationRef) else [])
-        return leaf
-
-    map_nested(value, look)
-    return refs
+    leaves: list[Any] = []
+    map_nested(value, leaves.append)
+    return [leaf for leaf in leaves if isinstance(leaf, CombinationRef)]
 
 
 def _terms_of(name: str, call: CombinationCall, known: Sequence[Terms | None]) -> Terms | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     parts = smaller if min(chunks, batch) > 1 else ()
     watched = {size: excuse_reads(traced, leaves, size) for size in parts}
     refused = set[int]()
-    wanted: list[tuple[int, list[Any], RunResult | None]] = []
+    wanted: list[tuple[int, str, list[Any], RunResult | None]] = []
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
         if (size > batch + 1 and len(wanted) > 1) or not traced.holds_at(size):
             continue
@@ -83,10 +83,10 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
             )
         if sample is None:
             continue
-        want = None
+        note, want = "" if size == batch else f" with {size} samples instead of the example's {batch}", None
         if not watched.get(size) and all(read.holds(size) for read in traced.mini_batch_conditions):
             try:
-                want = run_model(traced, sample, _size_note(size, batch))
+                want = run_model(traced, sample, note)
             except TraceError:
                 raise
             except Exception:
@@ -94,31 +94,26 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
                     raise
                 refused.add(size)
                 continue  # the model raises again for such a batch
-        wanted.append((size, sample, want))
+        wanted.append((size, note, sample, want))
     # After all runs of the model: it may replace tensors without the graph.
     seen: list[ObservedEffects] = []
-    for size, sample, want in wanted:
+    for size, note, sample, want in wanted:
         have = watched.get(size) or watch_seeded(traced, sample)
         seen.append(have.effects)
         if size < batch or not traced.mini_batch_conditions:
-            _refuse_other_dimensions(traced, have, _size_note(size, batch))
+            _refuse_other_dimensions(traced, have, note)
         if want is not None:
-            _refuse_other_results(traced, want, have, _size_note(size, batch))
-    compared = {size for size, _, want in wanted if want is not None or watched.get(size)}
+            _refuse_other_results(traced, want, have, note)
+    compared = {size for size, *_, want in wanted if want is not None or watched.get(size)}
     sizes = {batch, *compared, *refused, *((example, batch + 1) if example != batch else ())}
-    conditions = (*traced.batch_conditions, *_compared_sizes_condition(traced, sizes))
-    return replace(traced, effects=effects_of(traced, seen), batch_conditions=conditions)
-
-
-def _compared_sizes_condition(traced: Traced, sizes: Collection[int]) -> tuple[SizeCondition, ...]:
-    """Returns the condition that a graph holds only for these sizes, if Python used the batch size unnoticed.
-
-    Other sizes may differ even if the compared sizes agree: `h[: len(x) // 2 * 2]` is `h[:8]` with 8 and 9 samples.
-    """
+    # If Python used the batch size unnoticed, other sizes may differ even if the compared ones agree:
+    # `h[: len(x) // 2 * 2]` is `h[:8]` with 8 and 9 samples.
     where = traced.not_followed or next((info(n).source for n in traced.nodes if _cuts_samples(n)), "")
-    if not where or traced.recorded_sizes:
-        return ()
-    return (SizeCondition(sympy.Or(*(sympy.Eq(traced.batch, size) for size in sorted(sizes))), where),)
+    conditions = traced.batch_conditions
+    if where and not traced.recorded_sizes:
+        is_compared = sympy.Or(*(sympy.Eq(traced.batch, size) for size in sorted(sizes)))
+        conditions = (*conditions, SizeCondition(is_compared, where))
+    return replace(traced, effects=effects_of(traced, seen), batch_conditions=conditions)
 
 
 def _cuts_samples(node: fx.Node) -> bool:
@@ -277,10 +272,6 @@ def call_model(traced: Traced, inputs: Sequence[Any], size_note: str = "") -> tu
             f"the model's output has another structure{size_note} than when it was recorded: {error}; return the same "
             "structure for every batch size and in every call"
         ) from error
-
-
-def _size_note(size: int, batch: int) -> str:
-    return "" if size == batch else f" with {size} samples instead of the example's {batch}"
 
 
 def _refuse_other_results(traced: Traced, want: RunResult, have: RunResult, size_note: str = "") -> None:

@@ -55,7 +55,7 @@ GRADIENT_FACTOR = 4 / 3  # scales gradients to measure their rounding; a power o
 
 @dataclass(frozen=True, slots=True)
 class _GradientSummary:
-    scale: float
+    scale: float  # the largest magnitude; NaN if there is any
     sums: tuple[torch.Tensor, ...]  # along the first dimension, and along all others; a small gradient unreduced
     terms: int
 
@@ -63,7 +63,12 @@ class _GradientSummary:
     def of(cls, gradient: torch.Tensor) -> _GradientSummary:
         dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
         dtype = torch.promote_types(dense.dtype, torch.float32)
-        scale = _largest(dense) if dense.numel() else 0.0
+        if not dense.numel():
+            scale = 0.0
+        elif dense.is_complex():
+            scale = float(torch.linalg.vector_norm(dense, torch.inf))
+        else:
+            scale = max(map(abs, map(float, torch.aminmax(dense))))  # a norm takes ten times as long
         if dense.numel() <= SMALL_GRADIENT or dense.dim() < 2:
             return cls(scale, (dense.to(dtype, copy=True),), 1)
         rows = dense.flatten(1)
@@ -81,13 +86,6 @@ class _GradientSummary:
     def distance(self, other: _GradientSummary, factor: float = 1.0) -> float:
         pairs = zip(self.sums, other.sums, strict=True)
         return max((float((own - its / factor).abs().max()) for own, its in pairs if own.numel()), default=0.0)
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """Returns the largest magnitude; NaN if the tensor contains NaN."""
-    if tensor.is_complex():
-        return float(torch.linalg.vector_norm(tensor, torch.inf))
-    return max(map(abs, map(float, torch.aminmax(tensor))))  # a norm takes ten times as long
 
 
 _GradientSummaries = dict[str, _GradientSummary | None]
@@ -124,24 +122,22 @@ def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: in
         except Exception:
             continue  # the model raises again for such a batch
         have = _calls_of_graph(traced, sample, again, want[0].gradients is not None)
-        _refuse_other_calls(traced, want, have, sample)
+        _refuse_other_gradients(traced, want[0], have[0], sample)
+        for when, of_model, of_graph in zip(("", " in the second of two calls in a row"), want, have, strict=False):
+            for place, (w, h) in enumerate(zip(of_model.outputs, of_graph.outputs, strict=True)):
+                if not is_roughly_close(w, h):
+                    raise TraceError(
+                        f"output {place} of the second of two calls in a row is not the model's in the traced graph; "
+                        "keep what forward remembers from call to call in buffers (register_buffer)"
+                    )
+            for name, tensor in of_model.state.items():
+                if name not in of_graph.state or not is_roughly_close(tensor, of_graph.state[name]):
+                    leave = "" if traced.is_recorded else ", or leave it to recording (tracer='record')"
+                    raise TraceError(
+                        f"forward changes {name!r}, and {_graph_text(traced)} does not do the same{when}; keep what "
+                        f"forward changes in a buffer (register_buffer){leave}"
+                    )
         return
-
-
-def _refuse_other_calls(
-    traced: Traced, want: Sequence[_CallResult], have: Sequence[_CallResult], sample: Sequence[Any]
-) -> None:
-    """Raises TraceError if the calls of graph and model differ."""
-    _refuse_other_gradients(traced, want[0], have[0], sample)
-    _refuse_other_state(traced, want[0].state, have[0].state, "")
-    for second, of_graph in zip(want[1:], have[1:], strict=False):
-        for place, (w, h) in enumerate(zip(second.outputs, of_graph.outputs, strict=True)):
-            if not is_roughly_close(w, h):
-                raise TraceError(
-                    f"output {place} of the second of two calls in a row is not the model's in the traced graph; "
-                    "keep what forward remembers from call to call in buffers (register_buffer)"
-                )
-        _refuse_other_state(traced, second.state, of_graph.state, " in the second of two calls in a row")
 
 
 def _refuse_other_gradients(traced: Traced, want: _CallResult, have: _CallResult, sample: Sequence[Any]) -> None:
@@ -184,29 +180,7 @@ def _gradient_remedy(traced: Traced) -> str:
     )
 
 
-def _refuse_other_state(
-    traced: Traced, want: Mapping[str, torch.Tensor], have: Mapping[str, torch.Tensor], when: str
-) -> None:
-    for name, tensor in want.items():
-        if name not in have or not is_roughly_close(tensor, have[name]):
-            leave = "" if traced.is_recorded else ", or leave it to recording (tracer='record')"
-            raise TraceError(
-                f"forward changes {name!r}, and {_graph_text(traced)} does not do the same{when}; keep what forward "
-                f"changes in a buffer (register_buffer){leave}"
-            )
-
-
 # -- the model -------------------------------------------------------------------------------------------------------
-
-
-def _states_differ(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
-    return left.keys() != right.keys() or not all(equal_tensors(left[name], right[name]) for name in left)
-
-
-def _graph_holds(traced: Traced, sample: Sequence[Any]) -> bool:
-    """Returns whether forward, with the model's current state, matches the graph on these samples."""
-    is_of_model = module_flags(traced.model) == traced.flags and traced.holds_for_model()
-    return is_of_model and traced.guards_hold(sample, traced.seed)
 
 
 def _gradients_of_model(
@@ -236,24 +210,23 @@ def _calls_of_model(
         gradients = _gradients_of_model(traced, outputs, inputs, sample) if traced.state.grad else None
         calls = [_CallResult([], _model_state(traced, held), gradients)]
         del outputs
-        if _states_differ(before, calls[0].state):
-            again = next((s for s in others if _graph_holds(traced, s)), None)
+        after = calls[0].state
+        is_same = before.keys() == after.keys() and all(equal_tensors(before[name], after[name]) for name in before)
+        # The graph must hold for the model in its present state.
+        if not is_same and module_flags(traced.model) == traced.flags and traced.holds_for_model():
+            again = next((s for s in others if traced.guards_hold(s, traced.seed)), None)
         if again is not None:
             try:
-                calls.append(_call_again(traced, again, held))
+                with _seeded():
+                    outputs, _ = call_model(traced, list(map(copy_as_leaf, again)))
+                own = {storage_of(t) for t in (*slots_of(traced.model).values(), *held.values())}
+                calls.append(_CallResult([detached(x, own) for x in outputs], _model_state(traced, held)))
             except TraceError:
                 raise
             except Exception:
                 again = None  # the model raises again when it is called with them
     snapshot.refuse_changes(traced.overwritten)
     return calls, again
-
-
-def _call_again(traced: Traced, sample: Sequence[Any], held: Mapping[str, torch.Tensor]) -> _CallResult:
-    with _seeded():
-        outputs, _ = call_model(traced, list(map(copy_as_leaf, sample)))
-    own = {storage_of(t) for t in (*slots_of(traced.model).values(), *held.values())}
-    return _CallResult([detached(x, own) for x in outputs], _model_state(traced, held))
 
 
 def _scaled_gradients(traced: Traced, sample: Sequence[Any]) -> _GradientSummaries:
@@ -340,9 +313,11 @@ def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any
 
     `sample`: the inputs before forward, which may write a computed value to an input.
     """
-    tensors = {slot.name: t for slot, t in slots_of(traced.model).items() if t.requires_grad and t.is_leaf}
-    first = dict(reversed([(id(tensor), name) for name, tensor in reversed(tensors.items())]))
-    leaves = {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for slot, tensor in slots_of(traced.model).items():
+        if tensor.requires_grad and tensor.is_leaf:
+            first.setdefault(id(tensor), (slot.name, tensor))
+    leaves = dict(first.values())
     for leaf, value, before in zip(traced.leaves, inputs, sample, strict=True):
         if isinstance(before, torch.Tensor) and before.requires_grad:
             leaves[f"input {leaf.path}"] = value
