@@ -1563,8 +1563,8 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/sample_rows.py",
-        "self.opened_parameters[node] = opened(parameter)",
-        "self.opened_parameters[node] = parameter",
+        "self.parameters[node] = opened(parameter)",
+        "self.parameters[node] = parameter",
         "attacks/test_samples_meet.py::test_right_models_stay_accepted",
     ),
     Mutant(

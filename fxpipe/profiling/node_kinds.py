@@ -20,7 +20,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import PLAIN_TYPES
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS
 from fxpipe.tracing.node_info import info, opaque_call_of, state_of
-from fxpipe.tracing.shapes.node_cache import function_key
+from fxpipe.tracing.shapes.symbolic_run import function_key
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects
 

@@ -37,7 +37,7 @@ from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.node_info import info, state_of
-from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError
+from fxpipe.tracing.shapes.symbolic_run import ChangedInPlaceError
 from fxpipe.tracing.tensors import bytes_in, hidden_tensors, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects

@@ -102,7 +102,10 @@ def observe_shapes(
         return Observation((), frozenset(), _fit_all((0, 1), (run, run), node), (run,), 0)
     for varied in itertools.islice(_choices(values, dims, groups), MAX_CHOICES):
         samples = samples_along(values[varied[0]], dims[varied[0]])
-        for numbers in _sample_counts(samples):
+        # Near numbers and the double, or multiples for models that need pairs: a number of rows selected by value may
+        # fit near numbers by chance, but not the double as well.
+        near = (samples, samples - 1, 2 * samples) if samples > 2 else (samples, samples + 1, samples + 2)
+        for numbers in (near, (samples, 2 * samples, 3 * samples)):
             try:
                 runs = [observe_graph(traced, _with_samples(values, dims, varied, n), node) for n in numbers]
             except Exception as error:
@@ -142,26 +145,25 @@ def observe_lengths(
     """
     inputs = _with_samples(values, dims, observation.varied, observation.samples)
     everywhere = [key for group in groups for key in group]
-    changes: tuple[Callable[[int], int], ...] = (lambda s: 2 * s, lambda s: 3 * s, lambda s: s + 1, lambda s: s + 2)
     runs: list[ObservedValues] = []
     why = ""
-    for change in changes:
-        if len(runs) == LENGTH_RUNS:
-            break
+
+    def run(dims: Sequence[InputDim], factor: int, more: int = 0) -> None:
+        nonlocal why
+        sizes = {(place, dim): factor * inputs[place].shape[dim] + more for place, dim in dims}
         try:
-            runs.append(observe_graph(traced, _with_lengths(inputs, everywhere, change), node))
+            runs.append(observe_graph(traced, resized(inputs, sizes), node))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
+
+    for factor, more in ((2, 0), (3, 0), (1, 1), (1, 2)):
+        if len(runs) < LENGTH_RUNS:
+            run(everywhere, factor, more)
     if len(runs) < LENGTH_RUNS - 1:
         raise TraceError(why)
     for group in groups if len(groups) > 1 else ():
-        with contextlib.suppress(Exception):
-            runs.append(observe_graph(traced, _with_lengths(inputs, group, lambda s: 2 * s), node))
+        run(group, 2)
     return runs
-
-
-def _with_lengths(values: Sequence[Any], dims: Sequence[InputDim], change: Callable[[int], int]) -> list[Any]:
-    return resized(values, {(place, dim): change(values[place].shape[dim]) for place, dim in dims})
 
 
 def resized(values: Sequence[Any], sizes: Mapping[InputDim, int]) -> list[Any]:
@@ -187,15 +189,6 @@ def _choices(
             places = tuple(place for group in chosen for place in group)
             if len({samples_along(values[place], dims[place]) for place in places}) == 1:
                 yield places
-
-
-def _sample_counts(samples: int) -> list[tuple[int, int, int]]:
-    """Returns the numbers of samples to run with: near ones and the double, or multiples for models that need pairs.
-
-    A number of rows selected by value may fit near numbers by chance, but not the double as well.
-    """
-    first = (samples, samples - 1, 2 * samples) if samples > 2 else (samples, samples + 1, samples + 2)
-    return [first, (samples, 2 * samples, 3 * samples)]
 
 
 def _with_samples(values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[int], number: int) -> list[Any]:
@@ -247,6 +240,10 @@ def observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> Obs
     def placeholder(node: fx.Node) -> Any:
         return copy_of_input(sample[traced.place_of(node)])
 
+    def observed(tensor: torch.Tensor) -> ObservedTensor:
+        stride = tensor.stride() if tensor.layout == torch.strided else ()
+        return ObservedTensor(tuple(tensor.shape), stride, tensor.dtype, tensor.device)
+
     def attribute(node: fx.Node) -> torch.Tensor:
         tensor = attribute_tensor(traced, node)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
@@ -255,7 +252,7 @@ def observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> Obs
     with preserve_state(traced.model):
         try:
             for node in run_nodes(traced.graph.nodes, values, placeholder, attribute, run_node, keep=()):
-                seen[node] = pytree.tree_map_only(torch.Tensor, _observed_tensor, values[node])
+                seen[node] = pytree.tree_map_only(torch.Tensor, observed, values[node])
         except Exception:
             if wanted not in seen:
                 raise
@@ -264,11 +261,6 @@ def observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> Obs
 
 def observed_tensors(value: Any) -> list[ObservedTensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, ObservedTensor)]
-
-
-def _observed_tensor(tensor: torch.Tensor) -> ObservedTensor:
-    stride = tensor.stride() if tensor.layout == torch.strided else ()
-    return ObservedTensor(tuple(tensor.shape), stride, tensor.dtype, tensor.device)
 
 
 # -- formulas --------------------------------------------------------------------------------------------------------
@@ -280,7 +272,13 @@ class _NoFormula(TraceError):
 
 def _fit_all(numbers: Sequence[int], runs: Sequence[Mapping[fx.Node, Any]], wanted: fx.Node) -> dict[fx.Node, Any]:
     """Fits the results of nodes for any number of samples, if possible; `wanted` must succeed."""
-    fit = functools.partial(_fit_affine, numbers)
+
+    def fit(sizes: Sequence[int]) -> FittedSize:
+        formula = simplest_formula([*zip(numbers, sizes, strict=True)])
+        if formula is None or formula.divisor != 1:
+            raise _NoFormula(f"it makes {' and '.join(f'[{size}]' for size in sizes)}")
+        return FittedSize(formula.at)
+
     formulas = {wanted: _fit_value([run[wanted] for run in runs], fit)}
     for node in (node for node in runs[0] if node.op in CALL_OPS):
         with contextlib.suppress(_NoFormula, KeyError):
@@ -328,7 +326,7 @@ def _fit_leaf(leaves: Sequence[Any], fit: _Fit) -> Any:
         except _NoFormula:
             raise _NoFormula(f"it makes {' and '.join(str(list(leaf.shape)) for leaf in leaves)}") from None
         stride: tuple[Any, ...] = ()
-        if any(leaf.stride != _contiguous(leaf.shape) for leaf in leaves):
+        if any(leaf.stride != torch.empty(leaf.shape, device="meta").stride() for leaf in leaves):
             with contextlib.suppress(_NoFormula):
                 stride = tuple(map(fit, zip(*(leaf.stride for leaf in leaves), strict=True)))
         return ObservedTensor(shape, stride, first.dtype, first.device)
@@ -337,17 +335,6 @@ def _fit_leaf(leaves: Sequence[Any], fit: _Fit) -> Any:
     if all(equal_values(leaf, first) for leaf in leaves):
         return first
     raise _NoFormula(f"it returns {' and '.join(map(repr, leaves))}")
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(itertools.accumulate((max(size, 1) for size in shape[:0:-1]), operator.mul, initial=1))[::-1]
-
-
-def _fit_affine(numbers: Sequence[int], sizes: Sequence[int]) -> FittedSize:
-    formula = simplest_formula([*zip(numbers, sizes, strict=True)])
-    if formula is None or formula.divisor != 1:
-        raise _NoFormula(f"it makes {' and '.join(f'[{size}]' for size in sizes)}")
-    return FittedSize(formula.at)
 
 
 def _fit_to(columns: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> FittedSize:

@@ -50,8 +50,8 @@ def with_out_dims(traced: Traced, out_dims: Any, joins: Mapping[fx.Node, Joins] 
             raise ArgumentError(
                 f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves: {error}"
             ) from error
-    walk = ReductionWalk(traced, batch_dependent_nodes(traced), joins)
-    dependent = walk.batch_dependent
+    dependent = batch_dependent_nodes(traced)
+    walk = ReductionWalk(traced, dependent, joins)
     hows: list[int | str | None] = []
     combinations: list[OutputCombination] = []
     for place, output in enumerate(traced.outputs):
@@ -60,7 +60,14 @@ def with_out_dims(traced: Traced, out_dims: Any, joins: Mapping[fx.Node, Joins] 
             continue
         is_given = asked is not None and asked[place] is not UNNAMED
         if is_given and not (is_for_rest and (output not in dependent or _batch_dim(traced, output) is not None)):
-            hows.append(_checked_out_dim(output, asked[place]))
+            dim, shape = asked[place], info(output).shapes[0].shape if info(output).shapes else ()
+            is_dim = type(dim) is int and -len(shape) <= dim < len(shape)
+            if not (dim is None or dim in OUT_DIM_REDUCTIONS or is_dim):
+                raise ArgumentError(
+                    f"out_dims gives {dim!r} for the output {output.name} of shape {list(shape)}; accepted are a "
+                    f"dimension, None, {', '.join(map(repr, OUT_DIM_REDUCTIONS))}"
+                )
+            hows.append(dim % len(shape) if is_dim else dim)
         elif output not in dependent:
             hows.append(None)
         else:
@@ -158,16 +165,6 @@ def _batch_dim(traced: Traced, node: fx.Node) -> int | None:
     sizes = _sizes_of(node)
     holding = [d for d, size in enumerate(sizes) if traced.batch in size.free_symbols]
     return holding[0] if len(holding) == 1 and sizes[holding[0]].free_symbols == {traced.batch} else None
-
-
-def _checked_out_dim(output: fx.Node, dim: Any) -> int | str | None:
-    shape = info(output).shapes[0].shape if info(output).shapes else ()
-    if dim is None or dim in OUT_DIM_REDUCTIONS or (type(dim) is int and -len(shape) <= dim < len(shape)):
-        return dim % len(shape) if type(dim) is int else dim
-    raise ArgumentError(
-        f"out_dims gives {dim!r} for the output {output.name} of shape {list(shape)}; accepted are a dimension, None, "
-        f"{', '.join(map(repr, OUT_DIM_REDUCTIONS))}"
-    )
 
 
 def uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:

@@ -4,15 +4,16 @@ Each such dimension starts with a separate symbol (`duck_shape=False`). Operatio
 fixed size turns a symbol into a number. Without the Python dispatcher `F.pad` and `F.interpolate` would turn the batch
 size into a constant.
 
-Shapes that fake tensors cannot show are observed in real runs (`observed_shapes`). Equal calls run once (`node_cache`).
+Shapes that fake tensors cannot show are observed in real runs (`observed_shapes`). Equal calls run once (`NodeCache`).
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 import sympy
@@ -23,11 +24,12 @@ from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
     StatelessSymbolicContext,
+    free_unbacked_symbols,
 )
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.error_messages import allocator_error
-from fxpipe._torch.fake_tensor_mode import FakeTensorMode
+from fxpipe._torch.fake_tensor_mode import FakeTensor, FakeTensorMode, first_expression
 from fxpipe._torch.shape_env import LocalSource, QuietShapeEnv, enable_python_dispatcher
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import TraceError
@@ -38,7 +40,7 @@ from fxpipe.tracing.node_arguments import named_arguments
 from fxpipe.tracing.node_info import info, opaque_call_of, state_of, value_read_of
 from fxpipe.tracing.record.recorded_sizes import LayoutRead
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
-from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache, function_key, tensor_key
+from fxpipe.tracing.shapes.batch_reductions import dependencies_of
 from fxpipe.tracing.shapes.observed_shapes import (
     Observation,
     fake_value,
@@ -53,6 +55,7 @@ from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.progress import progress
 
 PATIENCE = 20.0  # seconds of CPU time for formulas of dynamic sizes
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 def run_on_symbols(
@@ -61,7 +64,7 @@ def run_on_symbols(
     asked: Sequence[int | None],
     sure: bool,
     single: bool,
-    dynamic: Collection[InputDim] = (),
+    dynamic: Collection[InputDim],
 ) -> SymbolicRun:
     """Runs `traced`, recorded on `values`.
 
@@ -94,11 +97,6 @@ def run_on_symbols(
             unknown.observe()
 
 
-def _first_line(error: Exception) -> str:
-    """Returns the first line of torch's message; the advice after it is for users of `torch.compile`."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".strip(": ")
-
-
 @dataclass(slots=True)
 class _Knowledge:
     """Facts that an attempt passes to later attempts."""
@@ -111,15 +109,6 @@ class _Knowledge:
     fixing: dict[fx.Node, None] = field(default_factory=dict)  # nodes that hold for the example's batch size only
     observed: list[Observation] = field(default_factory=list)
     lengths: dict[fx.Node, Any] = field(default_factory=dict)  # formulas for the results of nodes in dynamic sizes
-    _inputs: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
-
-    def inputs_of(self, node: fx.Node) -> frozenset[int]:
-        """Returns the indices of the input leaves that a node depends on."""
-        if not self._inputs:
-            self._inputs |= {n: frozenset([place]) for place, n in self.traced.placeholders.items()}
-            for n in self.traced.graph.nodes:
-                self._inputs.setdefault(n, frozenset().union(*(self._inputs[a] for a in n.all_input_nodes)))
-        return self._inputs[node]
 
     def distrust(self, node: fx.Node, why: Exception) -> None:
         """Marks a node, and all calls of the same user function, as unknown to fake tensors."""
@@ -128,11 +117,6 @@ class _Knowledge:
             if other.op == node.op and function_key(other.target) == same:
                 self.unknown_nodes.setdefault(other, why)
         self.unknown_nodes[node] = why
-
-    def observation(self, node: fx.Node, candidates: Iterable[int]) -> Observation | None:
-        """Returns an observation of `node` in which each of the candidates was varied, or found to be fixed."""
-        wanted = set(candidates)
-        return next((o for o in self.observed if node in o.node_values and wanted <= {*o.varied, *o.fixed}), None)
 
 
 class _UnknownShapeError(Exception):
@@ -206,7 +190,9 @@ class SymbolicRun:
             enable_python_dispatcher(),
         ):
             for node in nodes:
-                self._refuse_long_work(node)
+                if self.dynamic and time.thread_time() - self.start > PATIENCE:  # windows of patches of patches
+                    where = info(node).source or "an input"
+                    raise FixedSizeError(f"{TOO_LONG} ({PATIENCE:.0f} s up to {where})", frozenset(self.dynamic))
                 if node.op == "get_attr":
                     self.node_values[node] = self._attribute(attribute_tensor(self.traced, node))
                 elif info(node).is_compared_read:
@@ -215,14 +201,6 @@ class SymbolicRun:
                     self.node_values[node] = self._call(node)
                 step()
             self.layouts += [(read, self._layout_answer(read)) for read in self.traced.layout_reads]
-
-    def _refuse_long_work(self, node: fx.Node) -> None:
-        """Raises if torch takes too long over formulas of dynamic sizes (windows of patches of patches)."""
-        if self.dynamic and time.thread_time() - self.start > PATIENCE:
-            raise FixedSizeError(
-                f"{TOO_LONG} ({PATIENCE:.0f} s up to {info(node).source or 'an input'})",
-                frozenset(self.dynamic),
-            )
 
     def _make_inputs(self) -> None:
         for place, node in self.traced.placeholders.items():
@@ -255,7 +233,7 @@ class SymbolicRun:
         fake = self.cache.known(key)
         if fake is None:
             fake = self.mode.from_tensor(tensor.detach(), static_shapes=True)
-            self.cache.add(key, fake)
+            self.cache.values[key] = fake
         return fake
 
     def _call(self, node: fx.Node) -> Any:
@@ -334,38 +312,37 @@ class SymbolicRun:
     # -- values that fake tensors do not show -------------------------------------------------------------------------
 
     def _seen(self, node: fx.Node) -> Any:
-        """Returns the result of a node as observed in real runs."""
+        """Returns the result of a node as observed in real runs, as a function of its input sizes if these are dynamic.
+
+        Raises `FixedSizeError` if values may affect it, too.
+        """
         groups = [] if self.known.fixing else self._groups(node)
-        candidates = [place for group in groups for place in group]
-        observation = self.known.observation(node, candidates)
-        if observation is None:
+        candidates = {place for group in groups for place in group}
+        # Each of the candidates was varied, or found to be fixed.
+        known = (o for o in self.known.observed if node in o.node_values and candidates <= {*o.varied, *o.fixed})
+        if (observation := next(known, None)) is None:
             is_asked = isinstance(self.known.unknown_nodes.get(node), GuardOnDataDependentSymNode)  # `t[:n]`
             is_of_values = is_asked or self._is_of_values(node)  # does a size depend on the values of tensors?
             raise _UnknownShapeError(functools.partial(self._observe, node, groups, is_of_values))
-        for place in observation.fixed.intersection(candidates):
+        for place in observation.fixed & candidates:
             int(self.inputs[place])  # fixes the symbol
         self._note_fixed(node)
-        if self._dynamic_dims_given(node):
-            return self._seen_at_lengths(node, observation)
-        varied = [place for place in observation.varied if self.known.fixing or place in candidates]
-        return fake_value(observation.node_values[node], self.inputs[varied[0]] if varied else 0)
-
-    def _seen_at_lengths(self, node: fx.Node, observation: Observation) -> Any:
-        """Returns the result as a function of its input sizes. Raises `FixedSizeError` if values may affect it, too."""
         dims = self._dynamic_dims_given(node)
+        if not dims:
+            varied = [place for place in observation.varied if self.known.fixing or place in candidates]
+            return fake_value(observation.node_values[node], self.inputs[varied[0]] if varied else 0)
         if node in self.known.value_dependent_nodes or self._is_of_values(node):
             raise FixedSizeError(f"the sizes of {node.name} ({info(node).source}) depend on values", dims)
         sources = [source for source in node.all_input_nodes if not info(source).is_guarded_read]
         if node not in self.known.lengths:
-            groups: dict[sympy.Expr, list[InputDim]] = {}
+            by_size: dict[sympy.Expr, list[InputDim]] = {}
             for key, symbol in self.dynamic.items():
                 if (size := self.env.replace(symbol)).free_symbols:
-                    groups.setdefault(size, []).append(key)
-            observe = functools.partial(self._observe_lengths, node, sources, observation, [*groups.values()])
+                    by_size.setdefault(size, []).append(key)
+            observe = functools.partial(self._observe_lengths, node, sources, observation, [*by_size.values()])
             raise _UnknownShapeError(observe)
         self.observed_dims |= dims
-        sizes = [*given_sizes([self.node_values[source] for source in sources])]
-        return fake_value(self.known.lengths[node], sizes)
+        return fake_value(self.known.lengths[node], [*given_sizes([self.node_values[source] for source in sources])])
 
     def _observe(self, node: fx.Node, groups: list[list[int]], is_of_values: bool) -> None:
         """Observes a node with other numbers of samples. `groups`: inputs whose samples may vary, by symbol."""
@@ -379,7 +356,9 @@ class SymbolicRun:
             if isinstance(why, _BakesSizeError):
                 self.known.baked.add(node)
                 return
-            told = f"with fake tensors: {_first_line(why)}; " if why else ""
+            # The first line of torch's message: the advice after it is for users of `torch.compile`.
+            first = f"{type(why).__name__}: {next(iter(str(why).splitlines()), '')}".strip(": ")
+            told = f"with fake tensors: {first}; " if why else ""
             text = (
                 f"the shape of {node.name} ({info(node).module or 'the model'}, made at {info(node).source}) cannot be "
                 f"told for other batch sizes: {told}{error}. Let it take sizes from its inputs (x.shape[0]) and make "
@@ -436,8 +415,9 @@ class SymbolicRun:
     def _groups(self, node: fx.Node) -> list[list[int]]:
         """Returns the inputs whose samples may vary for a node, grouped by symbol, and others of these symbols."""
         sizes = {place: self.env.replace(symbol) for place, symbol in self.symbols.items()}
+        sources = dependencies_of(node)
         groups: dict[Any, list[int]] = {
-            sizes[place]: [] for place in sorted(self.known.inputs_of(node)) if place in sizes
+            sizes[place]: [] for place, n in self.traced.placeholders.items() if place in sizes and n in sources
         }
         for place, size in sorted(sizes.items()):
             if size in groups and size.free_symbols:
@@ -448,3 +428,106 @@ class SymbolicRun:
 def _is_user_function(node: fx.Node) -> bool:
     home = str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
     return node.op == "call_function" and home not in ("torch", "_operator", "operator", "math", "builtins")
+
+
+# -- equal calls ---------------------------------------------------------------------------------------------------
+
+
+class ChangedInPlaceError(Exception):
+    """A function has changed the sizes or strides of its argument, which may represent several values."""
+
+
+class NodeCache:
+    """A cache of calls with equal results: a model of many equal blocks computes a shape once, not once for each block.
+
+    A function on fake tensors with symbolic sizes takes milliseconds. The result depends on the function, its
+    constants, the thread state, and the metadata of the fake tensors among its arguments (sizes, strides, dtype). So
+    each value gets a *number*, equal for values with equal metadata, and a known call returns the same object again.
+    The graph runs without the cache if a function changes its argument (`unsqueeze_`, `resize_`). The cache refers to
+    values by id, so all of them must outlive it.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Hashable, Any] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._number_of: dict[int, int] = {}  # id of a value -> its number
+
+    def number(self, value: Any) -> int:
+        """Returns the number of a value, equal for values with equal metadata."""
+        if id(value) not in self._number_of:
+            self._number_of[id(value)] = self._numbers.setdefault(_value_key(value), len(self._numbers))
+        return self._number_of[id(value)]
+
+    def known(self, key: Hashable) -> Any:
+        return self.values.get(key)
+
+    def key(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable | None:
+        """Returns the key of a call; None if it cannot be cached."""
+        key = (
+            node.op,
+            function_key(node.target),
+            self._frozen(node.args, values),
+            self._frozen(node.kwargs, values),
+            state_of(node),
+        )
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def keep(self, node: fx.Node, key: Hashable | None, value: Any, values: Mapping[fx.Node, Any]) -> None:
+        """Stores the result of a call. Raises `ChangedInPlaceError` if the call has changed its arguments as well."""
+        arguments = [values[n] for n in node.all_input_nodes]
+        if any(self._numbers.get(_value_key(a)) != self.number(a) for a in arguments):
+            raise ChangedInPlaceError
+        # A size that depends on values differs in each call.
+        if key is not None and not (_unbacked_sizes(value) - _unbacked_sizes(arguments)):
+            self.values[key] = value
+
+    def _frozen(self, argument: Any, values: Mapping[fx.Node, Any]) -> Hashable:
+        if isinstance(argument, fx.Node):
+            return fx.Node, self.number(values[argument])
+        if isinstance(argument, (tuple, list)):
+            return type(argument), tuple(self._frozen(item, values) for item in argument)
+        if isinstance(argument, dict):
+            return dict, tuple((key, self._frozen(item, values)) for key, item in argument.items())
+        if isinstance(argument, slice):
+            return slice, tuple(self._frozen(a, values) for a in (argument.start, argument.stop, argument.step))
+        return type(argument), argument  # with its type: 1, 1.0 and True are equal
+
+
+def function_key(target: Any) -> Hashable:
+    """Returns a key of a function. Calls of one `autograd.Function` are closures with equal code and equal cells."""
+    if isinstance(target, FunctionType) and target.__closure__:
+        return target.__code__, tuple(id(cell.cell_contents) for cell in target.__closure__)
+    return target  # type: ignore[no-any-return]
+
+
+def tensor_key(tensor: torch.Tensor) -> Hashable | None:
+    """Returns the metadata of a tensor of the model; None for a tensor of a special kind."""
+    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return None
+    sizes = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return torch.Tensor, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg(), sizes
+
+
+def _value_key(value: Any) -> Hashable:
+    """Returns the metadata of a fake value; the id for other types."""
+    if type(value) is FakeTensor and value.layout == torch.strided and value.constant is None:
+        sizes = tuple(map(_value_key, (value.storage_offset(), *value.shape, *value.stride())))
+        return FakeTensor, value.dtype, value.device, value.is_conj(), value.is_neg(), sizes
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return type(value), first_expression(value)  # stays the same when symbols are unified
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_value_key, value))
+    if type(value) in _PLAIN:
+        return type(value), value
+    return id(value)
+
+
+def _unbacked_sizes(value: Any) -> set[Any]:
+    try:
+        return set(free_unbacked_symbols(value))
+    except AssertionError:  # a container of another kind
+        return {id(value)}

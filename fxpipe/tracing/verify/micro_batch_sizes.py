@@ -160,9 +160,9 @@ def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
             "choose the batch size and chunks so that those stay together (chunks=1)"
         )
     if not failing:
-        lines = [read.where for reads in (traced.size_reads, traced.batch_conditions) for read in reads]
+        line = next((read.where for read in traced.batch_conditions), "len(x), range(len(x))")
         return (
-            f"what forward computes with the batch size (as in {[*lines, 'len(x), range(len(x))'][0]}) is another "
+            f"what forward computes with the batch size (as in {line}) is another "
             f"number in micro-batches of {' and '.join(map(str, sorted(sizes)))}, and what these make is, put "
             f"together, not what the model makes of the mini-batch of {batch}; use chunks=1, or take the batch size "
             "out of what forward computes"
@@ -240,31 +240,28 @@ def opened(tensor: torch.Tensor) -> torch.Tensor:
 
 def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     """Runs a node with dropout disabled and without batch statistics, also inside opaque modules."""
-    with _Deterministic() if info(node).opaque is not None else contextlib.nullcontext():
-        if node.op == "call_function" and node.target in MADE_DETERMINISTIC:
-            return _call_deterministically(node.target, *fx.map_arg((node.args, node.kwargs), value_of))
+    is_changed = info(node).opaque is not None or node.target in MADE_DETERMINISTIC
+    with _Deterministic() if is_changed else contextlib.nullcontext():
         return call_node(node, value_of)
 
 
 class _Deterministic(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _call_deterministically(func, args, kwargs or {})
-
-
-def _call_deterministically(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if function not in MADE_DETERMINISTIC:
-        return function(*args, **kwargs)
-    bound = dict(zip(parameter_names(function), args, strict=False)) | dict(kwargs)
-    if function in _DROPOUTS:
-        return bound["input"].clone()
-    if function in _WITH_DROPOUT:
-        return function(**bound | {_WITH_DROPOUT[function]: 0.0})
-    if bound.get("training") and bound.get("running_mean") is not None:
-        bound["training"] = False
-    elif bound.get("training") and bound.get("weight") is not None:  # without a weight it may be a loss over samples
-        zeros = torch.zeros_like(bound["weight"])
-        bound |= {"training": False, "running_mean": zeros, "running_var": zeros + 1}
-    return function(**bound) if function is F.batch_norm else function(*map(bound.get, parameter_names(function)))
+        if func not in MADE_DETERMINISTIC:
+            return func(*args, **(kwargs or {}))
+        bound = dict(zip(parameter_names(func), args, strict=False)) | (kwargs or {})
+        if func in _DROPOUTS:
+            return bound["input"].clone()
+        if func in _WITH_DROPOUT:
+            return func(**bound | {_WITH_DROPOUT[func]: 0.0})
+        if bound.get("training") and bound.get("running_mean") is not None:
+            bound["training"] = False
+        elif (
+            bound.get("training") and bound.get("weight") is not None
+        ):  # without a weight it may be a loss over samples
+            zeros = torch.zeros_like(bound["weight"])
+            bound |= {"training": False, "running_mean": zeros, "running_var": zeros + 1}
+        return func(**bound) if func is F.batch_norm else func(*map(bound.get, parameter_names(func)))
 
 
 # -- later comparisons of graph and model, for micro-batches unknown when it was traced ------------------------------

@@ -66,7 +66,7 @@ _SEVERAL_DRAWS = frozenset("rrelu rrelu_ poisson binomial _standard_gamma _Diric
 _LIKE_SECOND = frozenset("view_as expand_as reshape_as type_as to".split())  # use the values of their first argument
 
 
-@dataclass(slots=True)
+@dataclass
 class _Findings:
     joins: dict[fx.Node, _Joins] = field(default_factory=dict)
     depends: set[fx.Node] = field(default_factory=set)
@@ -77,10 +77,10 @@ class _Findings:
     may_fail: bool = False  # may a node fail on a part? It does not join then, and parts go on with the whole's value
     failed: set[fx.Node] = field(default_factory=set)  # with all that is computed from these
 
-    def rows(self, node: fx.Node) -> bool:
+    def has_rows(self, node: fx.Node) -> bool:
         return any(isinstance(how, int) or how == "parts" for how in self.joins[node])
 
-    def add(self, run: _SideBySide) -> None:
+    def add(self, run: _Findings) -> None:
         self.joins = {node: self.joins.get(node, joins) & joins for node, joins in run.joins.items()}
         self.depends |= run.depends
         self.blocks |= run.blocks
@@ -90,12 +90,12 @@ class _Findings:
 
     def hiding(self) -> set[fx.Node]:
         """Returns the values that join and may hide a dependence between samples."""
-        reduced = {n for n in self.depends if self.joins[n] and not self.rows(n) and info(n).shapes}
+        reduced = {n for n in self.depends if self.joins[n] and not self.has_rows(n) and info(n).shapes}
         hiding = {n for n in self.blocks - self.opened if self.joins[n] or len(info(n).shapes) > 1}
         for node, sources in self.sources.items():  # `h + gate * h.mean(0)`, a loss with weights of the batch
             own = _value_sources(node)
-            is_weighed = not reduced.isdisjoint(own) and any(map(self.rows, own))
-            if self.joins[node] and (is_weighed or (self.rows(node) and not reduced.isdisjoint(sources))):
+            is_weighed = not reduced.isdisjoint(own) and any(map(self.has_rows, own))
+            if self.joins[node] and (is_weighed or (self.has_rows(node) and not reduced.isdisjoint(sources))):
                 hiding.add(node)
         return hiding
 
@@ -117,7 +117,7 @@ class _Findings:
         while todo:
             node = todo.pop()
             sources = [n for n in self.sources[node] if n in self.depends]
-            before = [n for n in sources if not self.joins[n]] or [n for n in sources if not self.rows(n)]
+            before = [n for n in sources if not self.joins[n]] or [n for n in sources if not self.has_rows(n)]
             if not before:
                 ends.append(node)
             todo += {*before} - seen
@@ -184,7 +184,11 @@ def _refusal_of(traced: Traced, leaves: Sequence[Any], chunks: int) -> tuple[_Re
     few: list[tuple[int, ...]] = [(1, SAMPLES - 1), (SAMPLES // 2,) * 2]
     if 1 < batch < SAMPLES:  # if the order of samples matters, they cannot repeat
         few.append((1, batch - 1))
-    splits = [parts for parts in few if _holds_at(traced, parts) and _grows_evenly(traced)]
+    # If a size is no polynomial in the batch size (`b // 8 * 8`), a few samples prove nothing.
+    numbers = {number for node in traced.graph.nodes if (number := info(node).number) is not None}
+    numbers |= {size for node in traced.graph.nodes for shape in info(node).shapes for size in shape.shape}
+    grow_evenly = all(number.is_polynomial(traced.batch) for number in numbers if not number.is_number)
+    splits = [parts for parts in few if grow_evenly and _holds_at(traced, parts)]
     splits = splits or [parts for parts in [own] if len(parts) > 1]
     if not splits or not _holds_at(traced, splits[0]):
         return None, False  # holds for this batch only: other micro-batches are compared when they run
@@ -263,13 +267,6 @@ def _holds_at(traced: Traced, parts: Sequence[int]) -> bool:
     return all(traced.holds_at(size) for size in {sum(parts), *parts})
 
 
-def _grows_evenly(traced: Traced) -> bool:
-    """Returns whether all sizes are polynomials in the batch size. For `b // 8 * 8`, a few samples prove nothing."""
-    numbers = {number for node in traced.graph.nodes if (number := info(node).number) is not None}
-    numbers |= {size for node in traced.graph.nodes for shape in info(node).shapes for size in shape.shape}
-    return all(number.is_polynomial(traced.batch) for number in numbers if not number.is_number)
-
-
 def _claims(traced: Traced) -> Iterator[tuple[str, fx.Node, int | str]]:
     """Yields the results of micro-batches: name, node, and how the results join."""
     first, last = len(traced.outputs), len(traced.outputs) + len(traced.pieces)
@@ -304,16 +301,12 @@ def _run(traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: st
     return run
 
 
-class _SideBySide:
+class _SideBySide(_Findings):
     """A run on the whole and its parts. The values of a node are a list: of the whole, then of each part."""
 
     def __init__(self, traced: Traced, parts: Sequence[int], mode: str, is_noisy: bool, findings: _Findings):
+        super().__init__(parameters=findings.parameters, may_fail=findings.may_fail)
         self.traced, self.parts, self.mode, self.is_noisy = traced, parts, mode, is_noisy
-        self.opened_parameters, self.may_fail = findings.parameters, findings.may_fail
-        self.joins: dict[fx.Node, _Joins] = {}
-        self.depends, self.blocks, self.opened = set[fx.Node](), set[fx.Node](), set[fx.Node]()
-        self.failed = set[fx.Node]()
-        self.sources: dict[fx.Node, list[fx.Node]] = {}
         self.features = set[fx.Node]()  # floats computed from parameters or from float inputs
         self.written = frozenset[int]().union(*(info(n).written_storages for n in traced.graph.nodes))
         self.last_maps = {n for n in traced.nodes if _is_last_map(n, self.written)}
@@ -334,15 +327,19 @@ class _SideBySide:
     def run(self, leaves: Sequence[Any], is_reversed: bool) -> None:
         first = max(0, self.traced.batch_of(leaves) - sum(self.parts)) if is_reversed else 0
         samples = take_samples(self.traced, leaves, first, first + sum(self.parts))
-        dims, graph = self.traced.in_dims, self.traced.graph
-        if is_reversed or self.mode == "equal":
-            change = _in_reverse if is_reversed else _first_for_all
-            samples = [change(leaf, dim) for leaf, dim in zip(samples, dims, strict=True)]
+        for place, dim in enumerate(self.traced.in_dims):
+            rows, leaf = rows_per_sample(dim), samples[place]
+            if dim is not None and is_reversed:
+                samples[place] = torch.cat(leaf.split(rows, dim)[::-1], dim)
+            elif dim is not None and self.mode == "equal" and _holds_integers(leaf):
+                samples[place] = torch.cat([leaf.narrow(dim, 0, rows)] * (leaf.shape[dim] // rows), dim)
         self.samples = [samples, *self.traced.micro_batches(samples, self.parts)]
         keep = [node for _, node, _ in _claims(self.traced)]
         with preserve_state(self.traced.model):
             torch.manual_seed(0)
-            for node in run_nodes([*graph.nodes], self.values, self._input, self._attribute, self._work, keep):
+            for node in run_nodes(
+                [*self.traced.graph.nodes], self.values, self._input, self._attribute, self._work, keep
+            ):
                 self._look_at(node)
         if self.is_noisy and any(bool(t.isnan().any()) for node in keep for t in _tensors(self.values[node][0])):
             raise ArithmeticError("noise leads out of what a function takes")  # NaN would be equal in all samples
@@ -365,9 +362,9 @@ class _SideBySide:
             self.features.add(node)
         parameter = tensor.detach()
         if is_parameter and self.mode != "plain":
-            if node not in self.opened_parameters:
-                self.opened_parameters[node] = opened(parameter)
-            parameter = self.opened_parameters[node]
+            if node not in self.parameters:
+                self.parameters[node] = opened(parameter)
+            parameter = self.parameters[node]
         held = [parameter if is_parameter else parameter.clone() for _ in self.samples]
         return [one.detach().requires_grad_(self.has_python and tensor.requires_grad) for one in held]
 
@@ -470,16 +467,19 @@ class _SideBySide:
         reduced = (self.eps[n] for n in sources if not any(isinstance(how, int) for how in self.joins[n]))
         self.eps[node] = max((_eps(values[0]), *reduced))
         self.joins[node] = self._joins_of(node) if node.op != "get_attr" else frozenset(("same",))
+        written = info(node).written_storages
         if node in self.failed:
-            written = info(node).written_storages
             self.failed.update(n for n in self.values if not written.isdisjoint(info(n).storages))
             self.joins |= dict.fromkeys(self.failed, _NO_JOIN)
             self.depends.add(node)
             return
         if node in self.last_maps:
             self.joins[node] = self.joins[sources[0]]
-        if info(node).written_storages:
-            self._look_at_written(node)
+        for other in [n for n in self.values if n is not node and not written.isdisjoint(info(n).storages)]:
+            if node in self.depends and other not in self.buffers:
+                self.depends.add(other)
+                self.sources[other] = [*self.sources[other], *(n for n in self.sources[node] if n is not other)]
+            self.joins[other] = self._joins_of(other)
         if node.op in CALL_OPS and info(node).number is None and info(node).read is None:
             self._look_for_block(node, sources)
             self._look_at_counts(node, sources)
@@ -523,15 +523,6 @@ class _SideBySide:
         for other in held:
             self._with_rows_of_whole(self.values[other])
         return True
-
-    def _look_at_written(self, node: fx.Node) -> None:
-        """Updates the findings of values in memory that a node has written to."""
-        written = info(node).written_storages
-        for other in [n for n in self.values if n is not node and not written.isdisjoint(info(n).storages)]:
-            if node in self.depends and other not in self.buffers:
-                self.depends.add(other)
-                self.sources[other] = [*self.sources[other], *(n for n in self.sources[node] if n is not other)]
-            self.joins[other] = self._joins_of(other)
 
     def _look_for_block(self, node: fx.Node, sources: list[fx.Node]) -> None:
         """Records a value that joins although an argument does not, and whether it depends on that argument."""
@@ -584,8 +575,8 @@ class _SideBySide:
     def _look_at_counts(self, node: fx.Node, sources: list[fx.Node]) -> None:
         """Checks with changed arguments a function of floats that get no noise, since they may be a mask."""
         counts = [n for n in sources if n in self.depends and n not in self.features and _is_float(self.values[n][0])]
-        has_rows = any(isinstance(how, int) or how == "parts" for how in self.joins[node])
-        has_rows = has_rows or not isinstance(self.values[node][0], torch.Tensor)  # elements of a tuple may have rows
+        # Elements of a tuple may have rows.
+        has_rows = self.has_rows(node) or not isinstance(self.values[node][0], torch.Tensor)
         if self.mode == "loud" and counts and has_rows and not info(node).is_random:
             with contextlib.suppress(Exception):
                 if not self._leaves_alone(node):
@@ -608,21 +599,18 @@ class _SideBySide:
         value, dim = values[0].detach(), dims[0]
         rows, rest = divmod(value.shape[dim], sum(self.parts))
         if node in self.features and _is_float(value) and self.is_noisy and value.numel() > 0:
-            value = self._with_noise(value, dim, values[1].shape[dim])
+            noise = torch.randn(10007, generator=torch.Generator().manual_seed(7)).to(value.device)
+            noise = noise.repeat(-(-value.numel() // len(noise)))[: value.numel()].view(value.shape).to(value.dtype)
+            least, most = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+            # Equal values show nothing about samples: a state of zeros, a mask that hides everything.
+            is_equal = bool(least == most)
+            value = value + 0.1 * noise.abs() if is_equal else (value * (1 + 0.05 * noise)).clamp_(least, most)
+            first = values[1].shape[dim]
+            value.narrow(dim, first, value.shape[dim] - first).mul_(0.7)  # statistics of the parts differ
         elif self.mode == "equal" and not (rest or value.is_floating_point() or value.is_complex()):
             value = torch.cat([value.narrow(dim, 0, rows)] * sum(self.parts), dim)
         new = value, *value.split([v.shape[dim] for v in values[1:]], dim)
         self.values[node] = [_like(one, old) for one, old in zip(new, values, strict=True)]
-
-    def _with_noise(self, value: torch.Tensor, dim: int, first: int) -> torch.Tensor:
-        """Returns the value with noise, clamped to its extremes; rows from index `first` are smaller."""
-        noise = torch.randn(10007, generator=torch.Generator().manual_seed(7)).to(value.device)
-        noise = noise.repeat(-(-value.numel() // len(noise)))[: value.numel()].view(value.shape).to(value.dtype)
-        least, most = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
-        # Equal values show nothing about samples: a state of zeros, a mask that hides everything.
-        noisy = value + 0.1 * noise.abs() if bool(least == most) else (value * (1 + 0.05 * noise)).clamp_(least, most)
-        noisy.narrow(dim, first, value.shape[dim] - first).mul_(0.7)
-        return noisy
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -736,17 +724,6 @@ def _moved(value: Any, seed: int) -> Any:
 def _holds_integers(leaf: torch.Tensor) -> bool:
     """Returns whether an input holds integers: ids, masks, labels."""
     return not leaf.is_complex() and (not leaf.is_floating_point() or bool((leaf == leaf.round()).all()))
-
-
-def _first_for_all(leaf: Any, dim: int | None) -> Any:
-    if dim is None or not _holds_integers(leaf):
-        return leaf
-    rows = rows_per_sample(dim)
-    return torch.cat([leaf.narrow(dim, 0, rows)] * (leaf.shape[dim] // rows), dim)
-
-
-def _in_reverse(leaf: Any, dim: int | None) -> Any:
-    return leaf if dim is None else torch.cat(leaf.split(rows_per_sample(dim), dim)[::-1], dim)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

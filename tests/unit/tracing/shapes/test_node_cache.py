@@ -14,7 +14,7 @@ from torch import fx, nn
 from fxpipe import trace
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes import symbolic_run
-from fxpipe.tracing.shapes.node_cache import NodeCache
+from fxpipe.tracing.shapes.symbolic_run import NodeCache
 from fxpipe.tracing.traced import Traced
 
 
