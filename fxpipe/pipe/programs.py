@@ -50,8 +50,7 @@ from fxpipe.tracing.shapes.input_values import InputValues
 from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.tensors import has_values
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.effects import least_samples
-from fxpipe.tracing.verify.written_inputs import refuse_unwritable_inputs
+from fxpipe.tracing.verify.effects import least_samples, refuse_unwritable_inputs
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import show_progress

@@ -6,7 +6,7 @@ sizes followed, random nodes detected. The nodes keep source lines and module pa
 
 A graph does not show what it has lost. It may return correct outputs without the hooks and the `backward` of the model,
 or with constants of Python's random numbers and of tensors outside the model that require grad. So hooks on modules are
-refused, the model is observed while it runs, and gradients and state are compared (`verify.training_equivalence`).
+refused, the model is observed while it runs, and gradients and state are compared (`verify.equivalence`).
 """
 
 from __future__ import annotations

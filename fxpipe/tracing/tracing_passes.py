@@ -14,16 +14,14 @@ from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.dynamic_sizes_check import check_dynamic_sizes
-from fxpipe.tracing.verify.effects import effects_of_changed
-from fxpipe.tracing.verify.equivalence import check_against_model, effects_unverified
+from fxpipe.tracing.verify.effects import effects_of_changed, refuse_differing_writes, refuse_unwritable_inputs
+from fxpipe.tracing.verify.equivalence import check_against_model, check_training_equivalence, effects_unverified
 from fxpipe.tracing.verify.micro_batch_sizes import (
     OtherMicroBatchesError,
     holds_for_micro_batches,
     must_compare_micro_batches,
 )
 from fxpipe.tracing.verify.sample_rows import join_sample_rows
-from fxpipe.tracing.verify.training_equivalence import check_training_equivalence
-from fxpipe.tracing.verify.written_inputs import refuse_differing_writes, refuse_unwritable_inputs
 from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
 from fxpipe.utils.progress import phase
 

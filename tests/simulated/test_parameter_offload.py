@@ -21,7 +21,7 @@ WIDTH = 96
 @pytest.fixture(autouse=True)
 def _all_else_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What planning has of a device beside a model is small, as beside one that is too large for it."""
-    monkeypatch.setattr("fxpipe.tracing.verify.training_equivalence.SMALL_GRADIENT", 64)
+    monkeypatch.setattr("fxpipe.tracing.verify.equivalence.SMALL_GRADIENT", 64)
     monkeypatch.setattr("fxpipe.profiling.backward_timing._SIDES", (16,))
     gc.collect()  # of the test before
 

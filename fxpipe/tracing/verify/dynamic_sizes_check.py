@@ -17,9 +17,8 @@ from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.observed_shapes import observe_graph, observed_tensors, resized
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.equivalence import compare_runs, take_samples
+from fxpipe.tracing.verify.equivalence import FEWEST_SAMPLES, check_training_equivalence, compare_runs, take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import checking_mode
-from fxpipe.tracing.verify.training_equivalence import FEWEST_SAMPLES, check_training_equivalence
 
 _STEP = 3  # a new size is larger than the largest recorded size by this, if the graph holds for it
 _FARTHEST_STEP = 17  # else it differs from the recorded size by less than this

@@ -15,8 +15,8 @@ from torch import fx, nn
 from fxpipe import trace
 from fxpipe.errors import TraceError
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify import training_equivalence as two_calls
-from fxpipe.tracing.verify.training_equivalence import check_training_equivalence
+from fxpipe.tracing.verify import equivalence as two_calls
+from fxpipe.tracing.verify.equivalence import check_training_equivalence
 
 
 def _leaves(batch: torch.Tensor) -> list[Any]:
