@@ -829,8 +829,8 @@ SIMULATION = (
     ),
     Mutant(
         "simulation/events.py",
-        "        free = end\n",
-        "        free = 0.0\n",
+        "        free[device] = end\n",
+        "",
         "unit/simulation/test_simulate_schedule.py::test_stages_on_one_device_reduce_one_after_the_other",
     ),
     Mutant(
@@ -859,8 +859,8 @@ SIMULATION = (
     ),
     Mutant(
         "simulation/events.py",
-        "if last is None or last.arrived < arrived:",
-        "if last is None or last.arrived > arrived:",
+        "if last is None or last.arrived < arrival.arrived:",
+        "if last is None or last.arrived > arrival.arrived:",
         "unit/simulation/test_simulate_schedule.py::test_sending_takes_its_time_both_ways",
     ),
     Mutant(
@@ -871,8 +871,8 @@ SIMULATION = (
     ),
     Mutant(
         "simulation/events.py",
-        "            start = max(start, time)\n",
-        "",
+        "start = max([time, *(self._free[way] for way in shared)])",
+        "start = max((self._free[way] for way in shared), default=time)",
         (
             "unit/simulation/test_simulate_schedule.py::test_a_device_that_copies_over_a_shared_way_begins_no_sooner"
             "_than_there_is_something_to_copy"
@@ -892,8 +892,8 @@ SIMULATION = (
     ),
     Mutant(
         "simulation/events.py",
-        "if device_of[transfer.source] != device_of[transfer.target]\n",
-        "if transfer.source != transfer.target\n",
+        "if device_of[one.source] == device_of[one.target]:",
+        "if one.source == one.target:",
         "unit/simulation/test_simulate_schedule.py::test_nothing_is_sent_within_a_device",
     ),
     Mutant(

@@ -44,6 +44,7 @@ from fxpipe.inspect.step_summary import (
     summaries_text,
     sweep_devices,
     sweep_text,
+    timeline_text,
 )
 from fxpipe.inspect.targets import (
     InputOption,
@@ -64,10 +65,9 @@ from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import vary_plan
 from fxpipe.planning.tuning.tuning_result import Tuning
 from fxpipe.profiling.loss_cost import LOSS_NOTE, PlannedLoss
-from fxpipe.simulation.timeline import timeline_text
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_error
-from fxpipe.utils.text_table import text_width, wrap_text
+from fxpipe.utils.text_table import wrap_text
 from fxpipe.utils.units import count_text, human_bytes, size_at_least, with_article
 
 # The user waits, and more time would improve accuracy by less than the machine varies.
@@ -387,7 +387,7 @@ def _plan_texts(findings: Findings) -> list[str]:
     texts = [
         plan_text(findings.plan),
         step_text(findings.simulation, findings.plan),
-        timeline_text(findings.simulation, columns=text_width()),
+        timeline_text(findings.simulation),
         device_text(findings.simulation),
         *filter(None, [packets_text(findings.plan)]),
     ]

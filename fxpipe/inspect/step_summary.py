@@ -28,7 +28,8 @@ from fxpipe.planning.tuning.candidates import TuningData
 from fxpipe.scheduling import SCHEDULES, is_stream, steady_micro_batches
 from fxpipe.scheduling.actions import ActionKind
 from fxpipe.simulation import Simulation
-from fxpipe.utils.text_table import bytes_of_limit, wrap_text
+from fxpipe.simulation.timeline import timeline_lines
+from fxpipe.utils.text_table import bytes_of_limit, text_width, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, three_digits
 
 
@@ -235,6 +236,23 @@ def summaries_text(runs: Sequence[StepSummary]) -> str:
     if counts := {run.micro_batches for run in runs[1:]} - {runs[0].micro_batches}:
         head += f"; beside the stream steps with their updates, {count_text(max(counts), 'micro-batch', 'es')}"
     return f"{head}\n\n{schedules_table([Outcome(run.schedule, 0, run) for run in runs])}"
+
+
+NARROWEST_COLUMNS = 20  # least columns of time; a narrower window breaks the lines
+
+
+def timeline_text(simulation: Simulation) -> str:
+    """Formats a line for each device, as wide as the window: its actions over time, and its busy time."""
+    digits = len(str(len(simulation.devices) - 1))
+    busy, bubbles = [*map(human_seconds, simulation.busy)], [*map(percent, simulation.bubble)]
+    longest, width = (max(map(len, texts)) for texts in (busy, bubbles))
+    room = text_width() - len("device  || busy , bubble ") - digits - longest - width
+    columns = max(NARROWEST_COLUMNS, room)
+    lines = timeline_lines(simulation.spans, len(simulation.devices), simulation.seconds, columns=columns)
+    return "\n".join(
+        f"device {d:>{digits}} |{line}| busy {busy[d]:>{longest}}, bubble {bubbles[d]:>{width}}"
+        for d, line in enumerate(lines)
+    )
 
 
 MAX_DEVICE_ROWS = 16  # shows the devices closest to their limits

@@ -20,8 +20,7 @@ import torch
 from fxpipe.runtime.bound_program import BoundProgram, different_programs
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.scheduling.replicas import replica_of
-from fxpipe.simulation.timeline import Span, StepTimeline, TransferRecord, timeline_lines
-from fxpipe.simulation.timeline_mixin import TimelineMixin
+from fxpipe.simulation.timeline import Span, StepTimeline, TimelineMixin, TransferRecord, timeline_lines
 from fxpipe.utils import accelerator
 from fxpipe.utils.text_table import show_as_printed, text_table
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent

@@ -16,8 +16,8 @@ for the host when its action begins; the action ends no sooner than the host rel
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from fxpipe.scheduling import Action, ActionKind, Schedule
@@ -34,55 +34,6 @@ class DependencyEdge:
     seconds: float = 0.0
     is_sent: bool = False  # goes from device to device, over their link
     over: tuple[str, ...] = ()  # resources that the link shares with other links
-
-
-DependencyEdges = dict[ActionKind, list[list[DependencyEdge]]]  # for F and B: by stage, the edges that leave it
-
-
-@dataclass(slots=True)
-class ReceiveCopies:
-    """The copies that the receiving device makes before it computes, if transfers do not overlap computation."""
-
-    seconds: float = 0.0
-    over: dict[str, None] = field(default_factory=dict)  # shared resources, each once
-
-
-def dependency_edges(schedule: Schedule, transfers: Sequence[Transfer]) -> DependencyEdges:
-    """Collects the edges between stages; neighbours have an edge even if nothing is sent."""
-    device_of = device_by_stage(schedule)  # for micro-batch 0; the same stages share a device for the others
-    ways: DependencyEdges = {kind: [[] for _ in device_of] for kind in NEIGHBOUR_STEP}
-    for kind, step in NEIGHBOUR_STEP.items():
-        for user in range(schedule.stages):
-            if user + step in range(schedule.stages):
-                ways[kind][user + step].append(DependencyEdge(user))
-    for transfer in transfers:
-        kind = ActionKind.BACKWARD if transfer.is_gradient else ActionKind.FORWARD
-        way = (
-            DependencyEdge(transfer.target, float(transfer.seconds), True, transfer.over)
-            if device_of[transfer.source] != device_of[transfer.target]
-            else DependencyEdge(transfer.target)
-        )
-        ways[kind][transfer.source].append(way)
-    return ways
-
-
-def receive_copies(ways: DependencyEdges) -> dict[ActionKind, list[ReceiveCopies]]:
-    """Sums the copies that each stage receives before F and before B."""
-    copies = {kind: [ReceiveCopies() for _ in by_stage] for kind, by_stage in ways.items()}
-    for kind, by_stage in ways.items():
-        for way in (way for leaving in by_stage for way in leaving):
-            copies[kind][way.user].seconds += way.seconds
-            if way.seconds:
-                copies[kind][way.user].over |= dict.fromkeys(way.over)
-    return copies
-
-
-def dependency_counts(by_stage: list[list[DependencyEdge]], m: int) -> list[list[int]]:
-    """Counts the incoming edges of each stage and micro-batch."""
-    counts = [0] * len(by_stage)
-    for way in (way for leaving in by_stage for way in leaving):
-        counts[way.user] += 1
-    return [[count] * m for count in counts]
 
 
 def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Action, float]:
@@ -104,18 +55,6 @@ def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Ac
         for action in row
         for kind, j, i in (action,)
     }
-
-
-def handling_seconds(schedule: Schedule, transfers: Sequence[Transfer]) -> dict[tuple[ActionKind, int], float]:
-    """Computes the seconds per kind and stage to pack and unpack transfers between devices."""
-    device_of = device_by_stage(schedule)
-    handling: defaultdict[tuple[ActionKind, int], float] = defaultdict(float)
-    for one in transfers:
-        if one.handling and device_of[one.source] != device_of[one.target]:
-            kind = ActionKind.BACKWARD if one.is_gradient else ActionKind.FORWARD
-            handling[kind, one.source] += one.handling
-            handling[kind, one.target] += one.handling
-    return dict(handling)
 
 
 def host_seconds(cost: HostCost | None, kind: ActionKind, is_split: bool) -> tuple[float, float]:
@@ -154,8 +93,8 @@ class HostJob:
     start: float
     unlocked: float  # when it releases the interpreter's lock
     end: float
-    before: HostJob | None = None  # the job at whose end or release of the lock it started
-    after: tuple[int, int] | None = None  # (device, place) of the action at whose end it started
+    # The job at whose end or release of the lock it started, or (device, place) of the action at whose end it started.
+    before: HostJob | tuple[int, int] | None = None
     runs_ahead: bool = False  # else, if nothing is before it, it started with its action
 
 
@@ -180,53 +119,74 @@ class EventSimulation:
 
     Args:
         overlaps: transfers overlap computation; else the receiving device copies before it computes.
-        hosts: host costs, by stage.
         one_interpreter: all workers share one host; else each device has its own host.
-        handling: seconds at the end of actions, by kind and stage.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        seconds: dict[Action, float],
-        ways: DependencyEdges,
+        stages: Sequence[StageCost],
+        transfers: Sequence[Transfer],
         overlaps: bool,
-        hosts: Sequence[HostCost | None],
         one_interpreter: bool,
-        handling: Mapping[tuple[ActionKind, int], float],
     ):
-        m, d = schedule.micro_batches, len(schedule.rows)
-        self.schedule, self.seconds, self.ways, self.overlaps = schedule, seconds, ways, overlaps
-        self.hosts, self.one_interpreter, self.handling = hosts, one_interpreter, handling
+        d = len(schedule.rows)
+        self.schedule, self.overlaps, self.one_interpreter = schedule, overlaps, one_interpreter
+        self.seconds, self.hosts = action_durations(schedule, stages), [stage.host for stage in stages]
         self.begun: list[list[StartedAction]] = [[] for _ in range(d)]  # by device
         self._device_of = schedule.row_of  # by stage and micro-batch
-        self._receiving = {} if overlaps else receive_copies(ways)
-        # By stage and micro-batch: the number of unmet dependencies, and the last arrival so far.
-        self._missing = {kind: dependency_counts(by_stage, m) for kind, by_stage in ways.items()}
-        self._last: dict[ActionKind, list[list[Arrival | None]]] = {
-            kind: [[None] * m for _ in by_stage] for kind, by_stage in ways.items()
-        }
+        # By kind and stage: the edges that leave it, the seconds to pack and unpack its transfers, and the copies that
+        # the receiving device makes before it computes: their seconds, and the shared resources, each once.
+        self._ways: defaultdict[tuple[ActionKind, int], list[DependencyEdge]] = defaultdict(list)
+        self._handling: defaultdict[tuple[ActionKind, int], float] = defaultdict(float)
+        self._copying: defaultdict[tuple[ActionKind, int], float] = defaultdict(float)
+        self._copied_over: defaultdict[tuple[ActionKind, int], dict[str, None]] = defaultdict(dict)
+        self._connect(transfers)
+        # By action: the number of unmet dependencies, the number that are not queued, and the last arrival so far.
+        self._missing: defaultdict[Action, int] = defaultdict(int)
+        for (kind, _), leaving in self._ways.items():
+            for way in leaving:
+                for i in range(schedule.micro_batches):
+                    self._missing[Action(kind, way.user, i)] += 1
+        self._unqueued = dict(self._missing)
         self._users: defaultdict[Action, list[Action]] = defaultdict(list)  # by awaited action
-        self._unmet = {user: len(needed) for user, needed in schedule.awaited.items()}  # actions still awaited
-        self._last_met: dict[Action, Arrival] = {}  # the last awaited action that has ended
         for user, needed in schedule.awaited.items():
+            self._missing[user] += len(needed)
             for one in needed:
                 self._users[one].append(user)
+        self._last: dict[Action, Arrival] = {}
         self._free: defaultdict[Hashable, float] = defaultdict(float)  # when a link becomes free
         self._is_due = [False] * d  # by device: its next action has an event
         self._events: list[tuple[float, int, int, int, int]] = []  # (time, order, event, device, place)
         self._order = 0
         self._runs_ahead = [False] * d  # by device
         for (j, _), device in self._device_of.items():
-            host = hosts[j]
+            host = self.hosts[j]
             self._runs_ahead[device] |= host is not None and host.runs_ahead
         self._jobs: list[list[HostJob]] = [[] for _ in range(d)]  # by device, if the host runs ahead of it
         self._is_asking = [False] * d  # by device: its next job has an event
         self._holder = [_IDLE_HOST] * d  # by interpreter: the last job that took its lock
-        # By stage and micro-batch: the number of dependencies that are not queued.
-        self._unqueued = {kind: [[*row] for row in rows] for kind, rows in self._missing.items()}
-        self._last_queued: dict[tuple[ActionKind, int, int], tuple[float, HostJob | tuple[int, int]]] = {}
+        self._last_queued: dict[Action, tuple[float, HostJob | tuple[int, int]]] = {}
         self._split = {*schedule.split_backwards}  # (stage, micro-batch) with W
+
+    def _connect(self, transfers: Sequence[Transfer]) -> None:
+        """Collects the edges between stages; neighbours have an edge even if nothing is sent."""
+        device_of = device_by_stage(self.schedule)  # for micro-batch 0; the same stages share a device for the others
+        for kind, step in NEIGHBOUR_STEP.items():
+            for user in range(self.schedule.stages):
+                if user + step in range(self.schedule.stages):
+                    self._ways[kind, user + step].append(DependencyEdge(user))
+        for one in transfers:
+            kind = ActionKind.BACKWARD if one.is_gradient else ActionKind.FORWARD
+            if device_of[one.source] == device_of[one.target]:
+                self._ways[kind, one.source].append(DependencyEdge(one.target))
+                continue
+            self._ways[kind, one.source].append(DependencyEdge(one.target, float(one.seconds), True, one.over))
+            self._handling[kind, one.source] += one.handling
+            self._handling[kind, one.target] += one.handling
+            if not self.overlaps and one.seconds:
+                self._copying[kind, one.target] += one.seconds
+                self._copied_over[kind, one.target] |= dict.fromkeys(one.over)
 
     def run(self) -> list[list[StartedAction]]:
         for device in range(len(self.schedule.rows)):
@@ -241,7 +201,9 @@ class EventSimulation:
             elif event == _QUEUE:
                 self._queue(device, time)
             else:
-                self._queued(device, place)
+                job, self._is_asking[device] = self._jobs[device][place], False
+                self._pass_on(self.schedule.rows[device][place], job.end, job)
+                self._ask(device)
         return self.begun
 
     def _next(self, device: int) -> None:
@@ -250,10 +212,9 @@ class EventSimulation:
         if self._is_due[device] or len(before) == len(row):
             return
         action = row[len(before)]
-        kind, j, i = action.kind, action.stage, action.micro_batch
-        if (kind in self._missing and self._missing[kind][j][i]) or self._unmet.get(action):
+        if self._missing.get(action):
             return
-        came = self._arrived_last(action)
+        came = self._last.get(action)
         free = before[-1].span.end if before else 0.0
         if self._runs_ahead[device]:
             if len(self._jobs[device]) == len(before):
@@ -262,37 +223,26 @@ class EventSimulation:
         self._is_due[device] = True
         self._put(free if came is None else max(free, came.arrived), _BEGIN, device)
 
-    def _arrived_last(self, action: Action) -> Arrival | None:
-        """Returns the last arrival that an action depends on."""
-        kind, j, i = action
-        value = self._last[kind][j][i] if kind in self._last else None
-        awaited = self._last_met.get(action)
-        if value is None or awaited is None:
-            return value or awaited
-        return max(value, awaited, key=lambda one: one.arrived)
-
     def _begin(self, device: int, time: float) -> None:
-        row, before = self.schedule.rows[device], self.begun[device]
-        action = row[len(before)]
-        kind, j = action.kind, action.stage
-        start, copying = time, 0.0
-        if kind in self._receiving:
-            receiving = self._receiving[kind][j]
-            copying = receiving.seconds
-            start = max((self._free[way] for way in receiving.over), default=time)
-            start = max(start, time)
-            for way in receiving.over:
-                self._free[way] = start + copying
-        came = self._arrived_last(action)
-        if came is not None and before and came.arrived <= before[-1].span.end:
+        before = self.begun[device]
+        action = self.schedule.rows[device][len(before)]
+        kind, j, _ = action
+        shared, copying = self._copied_over[kind, j], self._copying[kind, j]
+        start = max([time, *(self._free[way] for way in shared)])
+        for way in shared:
+            self._free[way] = start + copying
+        came, free = self._last.get(action), before[-1].span.end if before else 0.0
+        if came is not None and before and came.arrived <= free:
             came = None  # the device became free later
         end = start + copying + self.seconds[action]
-        job, on_host = self._job(device, len(before), start), False
+        job, on_host = None, False
         if self._runs_ahead[device]:
-            free = max(came.arrived if came is not None else 0.0, before[-1].span.end if before else 0.0)
-            on_host = job is not None and job.start > free
+            job = self._jobs[device][len(before)]
+            on_host = job.start > max(came.arrived if came is not None else 0.0, free)
+        elif self.hosts[j] is not None:
+            job = self._take_host(device, len(before), start, None)
         last = end if job is None else job.end if job.runs_ahead else job.unlocked
-        span = Span(action, device, start, max(end, last) + self.handling.get((kind, j), 0.0), copying)
+        span = Span(action, device, start, max(end, last) + self._handling[kind, j], copying)
         before.append(StartedAction(span, time, came, job, on_host, last > end))
         self._put(span.end, _END, device, len(before) - 1)
         self._is_due[device] = False
@@ -300,28 +250,29 @@ class EventSimulation:
 
     def _end(self, device: int, place: int) -> None:
         span = self.begun[device][place].span
-        kind, i = span.action.kind, span.action.micro_batch
-        for way in self.ways[kind][span.action.stage] if kind in self.ways else ():
+        kind, stage, i = span.action
+        for way in self._ways.get((kind, stage), ()):
             left = arrived = span.end
-            user = self._device_of[way.user, i]
             if self.overlaps and way.is_sent:
-                taken = ((device, user), *way.over)  # each carries one transfer at a time
+                taken = ((device, self._device_of[way.user, i]), *way.over)  # each carries one transfer at a time
                 left = max(span.end, *(self._free[one] for one in taken))
                 arrived = left + way.seconds
                 for one in taken:
                     self._free[one] = arrived
-            last = self._last[kind][way.user][i]
-            if last is None or last.arrived < arrived:
-                self._last[kind][way.user][i] = Arrival(device, place, left, arrived)
-            self._missing[kind][way.user][i] -= 1
-            if not self._missing[kind][way.user][i]:
-                self._next(user)
+            self._arrive(Action(kind, way.user, i), Arrival(device, place, left, arrived))
         for waiting in self._users.get(span.action, ()):
-            self._last_met[waiting] = Arrival(device, place, span.end, span.end)
-            self._unmet[waiting] -= 1
-            self._next(self._device_of[waiting.stage, waiting.micro_batch])
+            self._arrive(waiting, Arrival(device, place, span.end, span.end))
         if not self._runs_ahead[device]:
             self._pass_on(span.action, span.end, (device, place))
+
+    def _arrive(self, user: Action, arrival: Arrival) -> None:
+        """Records that one of an action's dependencies is met."""
+        last = self._last.get(user)
+        if last is None or last.arrived < arrival.arrived:
+            self._last[user] = arrival
+        self._missing[user] -= 1
+        if not self._missing[user]:
+            self._next(self._device_of[user.stage, user.micro_batch])
 
     # -- the host ------------------------------------------------------------------------------------------------------
 
@@ -331,8 +282,7 @@ class EventSimulation:
         if not self._runs_ahead[device] or self._is_asking[device] or len(jobs) == len(row):
             return
         action = row[len(jobs)]
-        kind, j, i = action
-        if kind in self._unqueued and self._unqueued[kind][j][i]:
+        if self._unqueued.get(action):
             return
         needed, _ = self._last_queued.get(action, (0.0, _IDLE_HOST))
         self._is_asking[device] = True
@@ -349,28 +299,15 @@ class EventSimulation:
         self._put(job.end, _QUEUED, device, len(jobs) - 1)
         self._next(device)
 
-    def _queued(self, device: int, place: int) -> None:
-        job = self._jobs[device][place]
-        self._is_asking[device] = False
-        self._pass_on(self.schedule.rows[device][place], job.end, job)
-        self._ask(device)
-
     def _pass_on(self, action: Action, time: float, source: HostJob | tuple[int, int]) -> None:
         """Records that an action is queued, and lets workers queue the actions that depend on it."""
-        kind, i = action.kind, action.micro_batch
-        for way in self.ways[kind][action.stage] if kind in self.ways else ():
-            self._unqueued[kind][way.user][i] -= 1
-            if self._last_queued.get((kind, way.user, i), (0.0, None))[0] <= time:
-                self._last_queued[kind, way.user, i] = time, source
+        kind, stage, i = action
+        for way in self._ways.get((kind, stage), ()):
+            user = Action(kind, way.user, i)
+            self._unqueued[user] -= 1
+            if self._last_queued.get(user, (0.0, None))[0] <= time:
+                self._last_queued[user] = time, source
             self._ask(self._device_of[way.user, i])
-
-    def _job(self, device: int, place: int, time: float) -> HostJob | None:
-        """Returns the host job of an action that begins: the queued job, or a new one; None: no host cost."""
-        if self._runs_ahead[device]:
-            return self._jobs[device][place]
-        if self.hosts[self.schedule.rows[device][place].stage] is None:
-            return None
-        return self._take_host(device, place, time, None)
 
     def _take_host(self, device: int, place: int, time: float, before: HostJob | tuple[int, int] | None) -> HostJob:
         """Takes the host for an action; if the job needs the lock, once the lock is free."""
@@ -381,16 +318,8 @@ class EventSimulation:
         holder, start = self._holder[interpreter], time
         if locked and holder.unlocked > time:
             start, before = holder.unlocked, holder
-        job = HostJob(
-            device,
-            place,
-            start,
-            start + locked,
-            start + locked + unlocked,
-            before if isinstance(before, HostJob) else None,
-            before if isinstance(before, tuple) else None,
-            self._runs_ahead[device],
-        )
+        free = start + locked
+        job = HostJob(device, place, start, free, free + unlocked, before, self._runs_ahead[device])
         if locked:
             self._holder[interpreter] = job
         return job
@@ -426,40 +355,25 @@ class ReductionSpan:
 
 def reductions_of(begun: Sequence[Sequence[StartedAction]], stages: Sequence[StageCost]) -> tuple[ReductionSpan, ...]:
     """Computes the reductions of a step, by device and in order. Replicas in separate rows wait for the slowest one."""
-    last: list[dict[int, int]] = [{} for _ in begun]  # by device and stage: the index of its last B or W
-    slowest: dict[int, tuple[float, int]] = {}  # by stage: when and on which device its last gradients are made
+    last: dict[int, tuple[float, int, int]] = {}  # by stage: when its last gradients are made, the device and the place
     for device, row in enumerate(begun):
         for place, one in enumerate(row):
             if one.span.action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
                 stage = one.span.action.stage
-                last[device][stage] = place
-                slowest[stage] = max(slowest.get(stage, (0.0, 0)), (one.span.end, device))
-    return tuple(
-        one
-        for device, row in enumerate(begun)
-        for one in _reductions_of_row(
-            device, row, {j: place for j, place in last[device].items() if slowest[j][1] == device}, stages
-        )
-    )
-
-
-def _reductions_of_row(
-    device: int, row: Sequence[StartedAction], last: Mapping[int, int], stages: Sequence[StageCost]
-) -> list[ReductionSpan]:
-    """Computes the reductions of a device. `last`: by stage, the index of its last action that makes gradients."""
-    reductions, free = list[ReductionSpan](), 0.0
-    for stage, place in sorted(last.items(), key=lambda item: item[1]):
-        cost, span = stages[stage], row[place].span
+                last[stage] = max(last.get(stage, (0.0, 0, 0)), (one.span.end, device, place))
+    reductions, free = list[ReductionSpan](), [0.0] * len(begun)
+    for stage, (_, device, place) in sorted(last.items(), key=lambda item: item[1][1:]):
+        cost, span = stages[stage], begun[device][place].span
         if not cost.reduction:
             continue
         each, begin = cost.reduction / cost.reduction_buckets, span.start + span.receiving
         first_full = begin + (span.end - begin) / cost.reduction_buckets
-        start = max(free, first_full)
+        start = max(free[device], first_full)
         end = max(start + cost.reduction, span.end + each)
         since = start if start + cost.reduction >= span.end + each else span.end
-        follows = free > first_full and since == start
-        free = end
+        follows = free[device] > first_full and since == start
+        free[device] = end
         reductions.append(
             ReductionSpan(stage, device, cost.gradient_bytes, start, end, cost.reduction, place, since, follows)
         )
-    return reductions
+    return tuple(reductions)

@@ -16,10 +16,7 @@ from fxpipe.simulation.events import (
     HostJob,
     ReductionSpan,
     StartedAction,
-    action_durations,
-    dependency_edges,
     device_by_stage,
-    handling_seconds,
     host_seconds,
     reductions_of,
 )
@@ -28,13 +25,13 @@ from fxpipe.simulation.timeline import (
     MemoryTimeline,
     Span,
     StepTimeline,
+    TimelineMixin,
     TransferRecord,
     fullest_devices,
     idle_shares,
     memory_timeline_of,
     timeline_lines,
 )
-from fxpipe.simulation.timeline_mixin import TimelineMixin
 from fxpipe.utils.text_table import bytes_of_limit, show_as_printed, text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
@@ -75,8 +72,12 @@ def critical_legs(
     place = len(begun[device]) - 1
     until = begun[device][place].span.end
     number = max(range(len(reductions)), key=lambda k: reductions[k].end, default=-1)
-    if number >= 0 and reductions[number].end > until:
-        device, place, until = _add_reductions(legs, begun, reductions, number)
+    is_reducing = number >= 0 and reductions[number].end > until
+    while is_reducing:
+        reduced = reductions[number]
+        device, place, until = reduced.device, reduced.place, reduced.since
+        legs.append(CriticalLeg(REDUCING, until, reduced.end, begun[device][place].span))
+        is_reducing, number = reduced.follows, number - 1
     point: tuple[int, int, bool] | None = (device, place, False)
     while point is not None and point[1] >= 0:
         device, place, is_start = point
@@ -111,27 +112,11 @@ def _host_legs(
     """
     while True:
         _add_leg(legs, HOST, job.start, end, begun[job.device][job.place].span)
-        if job.before is not None:
-            job, end = job.before, job.start
-        elif job.after is not None:
-            return (*job.after, False)
-        else:
+        if job.before is None:
             return None if job.runs_ahead else (job.device, job.place, True)
-
-
-def _add_reductions(
-    legs: list[CriticalLeg],
-    begun: Sequence[Sequence[StartedAction]],
-    reductions: Sequence[ReductionSpan],
-    number: int,
-) -> tuple[int, int, float]:
-    """Adds a reduction and the reductions that it waited for; returns where and when their gradients were complete."""
-    while True:
-        one = reductions[number]
-        legs.append(CriticalLeg(REDUCING, one.since, one.end, begun[one.device][one.place].span))
-        if not one.follows:
-            return one.device, one.place, one.since
-        number -= 1
+        if isinstance(job.before, tuple):
+            return (*job.before, False)
+        job, end = job.before, job.start
 
 
 def _add_leg(legs: list[CriticalLeg], kind: str, start: float, end: float, span: Span) -> None:
@@ -197,21 +182,17 @@ class StepComparison:
             rows.append(("loss, in F", *_figure_cells(self.loss), "", "", ""))
         headers = ("seconds", "measured", "simulated", "ratio", "", "bubble", "simulated")
         table = text_table(rows, headers, left=("seconds", ""))
-        return "\n".join([self.schedule, table, *self._unknown_loss(), *self._busy()])
-
-    def _unknown_loss(self) -> Iterator[str]:
+        lines = [self.schedule, table]
         if self.learns_loss:
-            yield (
+            lines.append(
                 "The plan does not know the loss: simulated with what it took in this step. Plan with loss_fn and "
                 "target, or simulate with loss_seconds, to have it before."
             )
-
-    def _busy(self) -> Iterator[str]:
-        """Yields a note if the machine was busy, and the ratio without the time in which workers had no core."""
         if self.on_core is not None and self.core_share < QUIET_CORE_SHARE:
             measured, simulated, ratio = _figure_cells(self.on_core)
-            yield f"The actions had a core for {self.core_share:.0%} of their time: others wanted it, too."
-            yield f"On it they took {measured}, simulated {simulated}: {ratio}"
+            lines.append(f"The actions had a core for {self.core_share:.0%} of their time: others wanted it, too.")
+            lines.append(f"On it they took {measured}, simulated {simulated}: {ratio}")
+        return "\n".join(lines)
 
 
 def compare_steps(simulated: StepTimeline, measured: StepTimeline) -> StepComparison:
@@ -226,15 +207,16 @@ def compare_steps(simulated: StepTimeline, measured: StepTimeline) -> StepCompar
     if ran != thought:
         raise ArgumentError(
             f"the step ran {measured.schedule} with {_describe_actions(ran)}, the simulation is of "
-            f"{simulated.schedule} "
-            f"with {_describe_actions(thought)}: simulate with the schedule, chunks, batch and checkpoint of the step"
+            f"{simulated.schedule} with {_describe_actions(thought)}: simulate with the schedule, chunks, batch and "
+            "checkpoint of the step"
         )
-    pairs = (
-        map(ComparedFigure, one, other)
-        for one, other in ((measured.busy, simulated.busy), (measured.bubble, simulated.bubble))
+    busy = map(ComparedFigure, measured.busy, simulated.busy)
+    bubble = map(ComparedFigure, measured.bubble, simulated.bubble)
+    devices = tuple(map(DeviceComparison, measured.devices, busy, bubble))
+    was, will_be = (
+        {kind: sum(span.seconds for span in step.spans if span.action.kind is kind) for kind in ActionKind}
+        for step in (measured, simulated)
     )
-    devices = tuple(map(DeviceComparison, measured.devices, *pairs))
-    was, will_be = _by_kind(measured.spans), _by_kind(simulated.spans)
     kinds = {kind: ComparedFigure(was[kind], will_be[kind]) for kind in ActionKind if was[kind] or will_be[kind]}
     on_core = ComparedFigure(sum(measured.on_core), sum(will_be.values())) if measured.on_core else None
     pair = ComparedFigure(measured.loss_seconds, simulated.loss_seconds)
@@ -242,13 +224,6 @@ def compare_steps(simulated: StepTimeline, measured: StepTimeline) -> StepCompar
     return StepComparison(
         measured.schedule, ComparedFigure(measured.seconds, simulated.seconds), devices, kinds, on_core, loss
     )
-
-
-def _by_kind(spans: Iterable[Span]) -> dict[ActionKind, float]:
-    seconds = dict.fromkeys(ActionKind, 0.0)
-    for span in spans:
-        seconds[span.action.kind] += span.seconds
-    return seconds
 
 
 def _describe_actions(actions: Counter[Action]) -> str:
@@ -433,7 +408,14 @@ class Simulation(TimelineMixin):
             values[0] += (cluster.data - crossings) * size
             values[1] += crossings * size
         reduced = [0.0, 0.0]
-        for worker, size in self._reduced():
+        groups = [(cluster.worker(one.device), one.bytes) for one in self.reductions]
+        if self.steady is not None and self.schedule.replicas:
+            device_of = device_by_stage(self.schedule)
+            updates = (s.action.stage for s in self.spans if s.action.kind is ActionKind.UPDATE)
+            for stage, count in Counter(updates).items():
+                size = self.stages[stage].gradient_bytes * (count / self.steady.mini_batches)
+                groups.append((cluster.worker(device_of[stage]), size))
+        for worker, size in groups:  # bytes of gradients that its replicas reduce per mini-batch
             # In a ring, each link to the next device carries this many bytes.
             count, crossings = cluster.count(worker), cluster.group_crossings(worker)
             each = 2 * (count - 1) / count * size
@@ -441,18 +423,6 @@ class Simulation(TimelineMixin):
             reduced[1] += crossings * each
         within, between = (LinkTraffic(*pair) for pair in zip(values, reduced, strict=True))
         return within, between
-
-    def _reduced(self) -> Iterator[tuple[int, float]]:
-        """Yields (worker, bytes of gradients that its replicas reduce per mini-batch)."""
-        assert self.cluster is not None
-        for one in self.reductions:
-            yield self.cluster.worker(one.device), one.bytes
-        if self.steady is not None and self.schedule.replicas:
-            device_of = device_by_stage(self.schedule)
-            updates = (s.action.stage for s in self.spans if s.action.kind is ActionKind.UPDATE)
-            for stage, count in Counter(updates).items():
-                share = count / self.steady.mini_batches
-                yield self.cluster.worker(device_of[stage]), self.stages[stage].gradient_bytes * share
 
     @property
     def critical_path(self) -> tuple[Span, ...]:
@@ -498,44 +468,37 @@ class Simulation(TimelineMixin):
         """The bytes per step of each link in use, by (from device, to device)."""
         device_of = self.schedule.row_of
         trains = any(action.kind is ActionKind.BACKWARD for action in self.schedule.rows[device_of[0, 0]])
-        sent: defaultdict[tuple[int, int], float] = defaultdict(int)
-        share = 1 if self.steady is None or not self.schedule.replicas else 1 / self.steady.mini_batches
+        sent: defaultdict[tuple[int, int], float] = defaultdict(float)
+        m = self.schedule.micro_batches
         for transfer in self.transfers:
-            ends = transfer.source, transfer.target
-            if self.schedule.replicas:
-                links = Counter(
-                    (device_of[ends[0], i], device_of[ends[1], i]) for i in range(self.schedule.micro_batches)
-                )
-            else:
-                links = Counter({(device_of[ends[0], 0], device_of[ends[1], 0]): self.micro_batches})
-            for link, count in links.items():
-                if link[0] != link[1] and (trains or not transfer.is_gradient):
-                    sent[link] += transfer.bytes * count * share
+            if not trains and transfer.is_gradient:
+                continue
+            links = Counter((device_of[transfer.source, i], device_of[transfer.target, i]) for i in range(m))
+            for (source, target), count in links.items():
+                if source != target:
+                    sent[source, target] += transfer.bytes * count * self.micro_batches / m
         return dict(sorted(sent.items()))
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
         """Returns the step in the common form of simulated and measured steps, with or without memory over time."""
-        has_bytes = any(
-            cost.static_bytes or cost.saved_bytes or cost.input_bytes or cost.portal_bytes or cost.working_bytes
-            for cost in self.stages
-        )
+        has_bytes = any(cost.memory(1, 1) for cost in self.stages)
+        trains = any(span.action.kind is ActionKind.BACKWARD for span in self.spans)
         spans = tuple(sorted(self.spans, key=lambda span: (span.start, span.device)))
+        ended, waited = [0.0] * len(self.devices), []
+        for span in spans:
+            waited.append(max(0.0, span.start - ended[span.device]))
+            ended[span.device] = span.end
         return StepTimeline(
             schedule=self.schedule.name,
             is_simulated=True,
             devices=self.devices,
             spans=spans,
-            waited=_idle_before(spans),
+            waited=tuple(waited),
             seconds=self.seconds,
             memory=self.memory if has_memory and has_bytes else (),
             limits=self.limits,
-            loss_seconds=self._loss_seconds,
+            loss_seconds=self.schedule.micro_batches * self.stages[-1].loss if trains else 0.0,
         )
-
-    @property
-    def _loss_seconds(self) -> float:
-        trains = any(span.action.kind is ActionKind.BACKWARD for span in self.spans)
-        return self.schedule.micro_batches * self.stages[-1].loss if trains else 0.0
 
     def arrows(self) -> Iterator[TransferRecord]:
         """Yields all transfers between stages, for each micro-batch."""
@@ -559,59 +522,44 @@ class Simulation(TimelineMixin):
         comparison = compare_steps(self.as_step(has_memory=False), step)
         if not step.loss_seconds or self.stages[-1].loss:
             return comparison
-        learnt = self._with_loss(step.loss_seconds / self.schedule.micro_batches)
+        loss = step.loss_seconds / self.schedule.micro_batches
+        stages = (*self.stages[:-1], replace(self.stages[-1], loss=loss))
+        learnt = simulate_checked(self.schedule, stages, self.transfers, self.overlaps, self.one_interpreter)
         return replace(compare_steps(learnt.as_step(has_memory=False), step), learns_loss=True)
-
-    def _with_loss(self, seconds: float) -> Simulation:
-        stages = (*self.stages[:-1], replace(self.stages[-1], loss=seconds))
-        again = simulate_checked(self.schedule, stages, self.transfers, self.overlaps, self.one_interpreter)
-        return replace(again, devices=self.devices, samples=self.samples, limits=self.limits, cluster=self.cluster)
 
     _repr_pretty_ = show_as_printed
 
     def __str__(self) -> str:
-        head = str(self.schedule).partition("\n")[0]
-        if self.steady is not None:
+        head, steady = str(self.schedule).partition("\n")[0], self.steady
+        total = f"step {human_seconds(self.seconds)}"
+        if steady is not None:
             each = count_text(self.micro_batches, "micro-batch", "es")
-            count = count_text(self.steady.mini_batches, "mini-batch", "es")
+            count = count_text(steady.mini_batches, "mini-batch", "es")
             head = f"{self.schedule.name}: {self.schedule.stages} stages, {count} of {each}"
-        samples = f", {self.samples} samples" if self.samples else ""
+            total = (
+                f"warm-up {human_seconds(steady.warm_up)}, drain {human_seconds(steady.drain)}; between them a "
+                f"mini-batch takes {human_seconds(steady.seconds)}, with its update"
+            )
+        if self.samples:
+            head += f", {self.samples} samples"
         names = [f"device {d} {name}".rstrip() for d, name in enumerate(self.devices)]
         width = max(map(len, names))
         drawn = timeline_lines(self.spans, len(self.schedule.rows), self.seconds)
-        lines = [
-            f"{name:{width}} |{line}|  busy {human_seconds(busy)}, bubble {percent(bubble)}{held}"
-            for name, line, busy, bubble, held in zip(
-                names, drawn, self.busy, self.bubble, self._memory_in_words(), strict=True
-            )
-        ]
+        lines, peaks = [], [memory.peak for memory in self.memory]
+        figures = zip(names, drawn, self.busy, self.bubble, strict=True)
+        for d, (name, line, busy, bubble) in enumerate(figures):
+            held = f", memory {human_bytes(peaks[d])}" if any(peaks) else ""
+            if held and (limit := self.limits[d]) is not None:
+                held += f" of {human_bytes(limit)}{'' if peaks[d] <= limit else ': does not fit'}"
+            lines.append(f"{name:{width}} |{line}|  busy {human_seconds(busy)}, bubble {percent(bubble)}{held}")
+        if exposed := self.exposed_reduction_seconds:
+            total += f", of which {human_seconds(exposed)} only reduce gradients"
+        total += f", mean bubble {percent(self.mean_bubble)}"
+        if self.update_seconds:
+            total += f", updates after it {human_seconds(self.update_seconds)}"
         shares = ", ".join(f"{kind} {percent(share)}" for kind, share in self.critical_shares.items())
-        reduced = (
-            f", of which {human_seconds(exposed)} only reduce gradients"
-            if (exposed := self.exposed_reduction_seconds)
-            else ""
-        )
-        total = f"{self._total_text()}{reduced}, mean bubble {percent(self.mean_bubble)}"
-        update = f", updates after it {human_seconds(self.update_seconds)}" if self.update_seconds else ""
         path = f"critical path: {shares}" if shares else ""
-        return "\n".join([head + samples, *lines, total + update, *filter(None, (path, wrap_text(self.host_note)))])
-
-    def _total_text(self) -> str:
-        steady = self.steady
-        if steady is None:
-            return f"step {human_seconds(self.seconds)}"
-        ends = f"warm-up {human_seconds(steady.warm_up)}, drain {human_seconds(steady.drain)}"
-        return f"{ends}; between them a mini-batch takes {human_seconds(steady.seconds)}, with its update"
-
-    def _memory_in_words(self) -> list[str]:
-        peaks = [memory.peak for memory in self.memory]
-        if not any(peaks):
-            return [""] * len(peaks)
-        return [
-            f", memory {human_bytes(peak)}"
-            + ("" if limit is None else f" of {human_bytes(limit)}{'' if peak <= limit else ': does not fit'}")
-            for peak, limit in zip(peaks, self.limits, strict=True)
-        ]
+        return "\n".join([head, *lines, total, *filter(None, (path, wrap_text(self.host_note)))])
 
 
 def simulate_checked(
@@ -622,10 +570,7 @@ def simulate_checked(
     one_interpreter: bool,
 ) -> Simulation:
     """Simulates a valid schedule with valid costs; see `simulate_schedule`."""
-    ways, hosts = dependency_edges(schedule, transfers), tuple(stage.host for stage in stages)
-    handling = handling_seconds(schedule, transfers)
-    durations = action_durations(schedule, stages)
-    begun = EventSimulation(schedule, durations, ways, overlaps, hosts, one_interpreter, handling).run()
+    begun = EventSimulation(schedule, stages, transfers, overlaps, one_interpreter).run()
     reductions = reductions_of(begun, stages)
     return Simulation(
         schedule,
@@ -638,12 +583,3 @@ def simulate_checked(
         overlaps=overlaps,
         reductions=reductions,
     )
-
-
-def _idle_before(spans: Sequence[Span]) -> tuple[float, ...]:
-    ended: dict[int, float] = {}
-    gaps = []
-    for span in spans:
-        gaps.append(max(0.0, span.start - ended.get(span.device, 0.0)))
-        ended[span.device] = span.end
-    return tuple(gaps)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from fxpipe.scheduling import Action, ActionKind, split_backwards
 from fxpipe.simulation.costs import StageCost
-from fxpipe.utils.units import human_seconds, percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,33 +208,29 @@ class HasTimeline(Protocol):
         ...
 
 
-TIMELINE_COLUMNS = 100  # default width
-NARROWEST_COLUMNS = 20  # least columns of time; a narrower window breaks the lines
+class TimelineMixin:
+    """A base class for a `HasTimeline`: draws it into a file and in a notebook."""
+
+    __slots__ = ()
+
+    def save_timeline(self: HasTimeline, path: str | Path, *, title: str = "") -> None:
+        """Draws the actions of each device over time: `.svg`, or `.json` for Perfetto.
+
+        Raises:
+            ArgumentError: the path has another suffix.
+            FileError: the file cannot be written.
+        """
+        from fxpipe.inspect.gantt import save_timeline
+
+        save_timeline(self, path, title=title)
+
+    def _repr_html_(self: HasTimeline) -> str:
+        from fxpipe.inspect.gantt import step_html
+
+        return step_html(self.as_step())
 
 
-def timeline_text(source: HasTimeline, *, columns: int = TIMELINE_COLUMNS) -> str:
-    """Formats a line for each device: its actions over time, and its busy time. `columns` is the width of a line."""
-    step = source.as_step(has_memory=False)
-    heads, ends = _row_heads(step), _row_ends(step)
-    room = columns - len(heads[0]) - len(ends[0]) - 3 if heads else 0
-    lines = timeline_lines(step.spans, len(step.devices), step.seconds, columns=max(NARROWEST_COLUMNS, room))
-    return "\n".join(f"{a}|{line}| {b}" for a, line, b in zip(heads, lines, ends, strict=True))
-
-
-def _row_heads(step: StepTimeline) -> list[str]:
-    digits = len(str(len(step.devices) - 1))
-    return [f"device {d:>{digits}} " for d in range(len(step.devices))]
-
-
-def _row_ends(step: StepTimeline) -> list[str]:
-    busy, bubbles = list(map(human_seconds, step.busy)), list(map(percent, step.bubble))
-    longest, width = (max(map(len, texts), default=0) for texts in (busy, bubbles))
-    return [f"busy {a:>{longest}}, bubble {b:>{width}}" for a, b in zip(busy, bubbles, strict=True)]
-
-
-def timeline_lines(
-    spans: Sequence[Span], devices: int, seconds: float, *, columns: int = TIMELINE_COLUMNS
-) -> list[str]:
+def timeline_lines(spans: Sequence[Span], devices: int, seconds: float, *, columns: int = 100) -> list[str]:
     """Draws a line for each device, at most `columns` wide: `F0` and `B0===` are actions, `.` is the bubble.
 
     Actions too short for a name show only their kind. If they are shorter than a column, each kind, and the bubble, has
@@ -242,19 +239,21 @@ def timeline_lines(
     names = span_names(spans)
     wanted = ((len(name) + 1) * (seconds / s.seconds) for s, name in zip(spans, names, strict=True) if s.seconds > 0)
     width = round(min(columns, max(wanted, default=0)))
-    lines = []
-    for row in span_rows(spans, devices):
-        owners = span_per_column([spans[k] for k in row], seconds, width)
-        lines.append("".join(_row_cells(owners, [(names[k], spans[k].action.kind) for k in row])))
-    return lines
-
-
-def span_rows(spans: Sequence[Span], devices: int) -> list[list[int]]:
-    """Returns the indices in `spans` of the spans of each device."""
     rows: list[list[int]] = [[] for _ in range(devices)]
     for k, span in enumerate(spans):
         rows[span.device].append(k)
-    return rows
+    lines = []
+    for row in rows:
+        line = ""
+        for shown, cells in groupby(span_per_column([spans[k] for k in row], seconds, width)):
+            count = len(list(cells))
+            if shown is None:
+                line += "." * count
+                continue
+            name, kind = names[row[shown]], spans[row[shown]].action.kind
+            line += name.ljust(count - 1, "=") + " " if count > len(name) else str(kind) * count
+        lines.append(line)
+    return lines
 
 
 def span_names(spans: Sequence[Span]) -> list[str]:
@@ -295,9 +294,8 @@ def span_per_column(row: Sequence[Span], seconds: float, units: int) -> list[int
                 last[unit, span.action.kind] = k
             taken[unit] += share
 
-    due: defaultdict[ActionKind | None, float] = defaultdict(
-        float
-    )  # units that each kind, or the bubble, has not shown yet
+    # Units that each kind, or the bubble, has not shown yet.
+    due: defaultdict[ActionKind | None, float] = defaultdict(float)
     for unit, owner in enumerate(owners):
         if owner is not None or unit not in shares:
             due.clear()
@@ -309,25 +307,3 @@ def span_per_column(row: Sequence[Span], seconds: float, units: int) -> list[int
         due[shown] -= 1
         owners[unit] = None if shown is None else last[unit, shown]
     return owners
-
-
-def _row_cells(owners: Sequence[int | None], names: Sequence[tuple[str, ActionKind]]) -> list[str]:
-    cells = ["."] * len(owners)
-    for k, cell in enumerate(owners):
-        if cell is not None:
-            cells[k] = str(names[cell][1])
-    for k, (first, width) in column_extents(owners).items():
-        name, _ = names[k]
-        if width > len(name):
-            cells[first : first + width] = name.ljust(width - 1, "=") + " "
-    return cells
-
-
-def column_extents(owners: Sequence[int | None]) -> dict[int, tuple[int, int]]:
-    """Returns the first column and the number of columns of each span that is shown."""
-    extents: dict[int, tuple[int, int]] = {}
-    for place, k in enumerate(owners):
-        if k is not None:
-            first, width = extents.get(k, (place, 0))
-            extents[k] = first, width + 1
-    return extents

@@ -5,9 +5,11 @@ from functools import cache
 import pytest
 from helpers.drawn_steps import simulated
 
+from fxpipe.inspect.step_summary import timeline_text
 from fxpipe.scheduling import Action, ActionKind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
-from fxpipe.simulation.timeline import Span, timeline_lines, timeline_text
+from fxpipe.simulation.timeline import Span, timeline_lines
+from fxpipe.utils.text_table import use_text_width
 
 
 @cache
@@ -59,7 +61,8 @@ def test_a_step_without_time_has_nothing_to_show(seconds):
 
 @pytest.mark.parametrize(("devices", "micro_batches", "columns"), [(2, 4, 200), (64, 256, 60)])
 def test_lines_fit_the_window(devices, micro_batches, columns):
-    lines = timeline_text(_many(devices, micro_batches), columns=columns).splitlines()
+    with use_text_width(columns):
+        lines = timeline_text(_many(devices, micro_batches)).splitlines()
     assert max(map(len, lines)) <= columns
     assert all(line.startswith("device") for line in lines)
     assert len(lines) == devices
