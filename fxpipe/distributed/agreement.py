@@ -37,31 +37,24 @@ def check_agreement(group: RankGroup, own: Fields, *, between_replicas: bool = T
 
     `is_long`: ranks may be planning or recording; if False, all must answer within the timeout.
     """
-    what, replicas = "what the other ranks have", 1
-    everybody: Sequence[Fields]
+    what, replicas = "what the other ranks have", group.replica_count if between_replicas else 1
     if between_replicas:
-        replicas = group.replica_count
         everybody = [fields for row in group.everybody(dict(own), what, is_long=is_long) for fields in row]
     else:
         everybody = group.connection.all_gather(dict(own), what, is_long=is_long)
-    problems = [problem for field in own if (problem := _difference(field, everybody, replicas))]
+    problems = []
+    for field in own:
+        ranks: dict[str, list[int]] = {}
+        for rank, fields in enumerate(everybody):
+            ranks.setdefault(fields.get(field, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            values = "; ".join(
+                f"{rank_names(those, len(everybody) // replicas, replicas)}: {_around_difference(text, [*ranks])}"
+                for text, those in ranks.items()
+            )
+            problems.append(f"{field} ({values}): give all ranks the same")
     if problems:
         raise ArgumentError("ranks differ in " + "; and in ".join(problems))
-
-
-def _difference(field: str, everybody: Sequence[Fields], replicas: int = 1) -> str | None:
-    ranks: dict[str, list[int]] = {}
-    for rank, fields in enumerate(everybody):
-        ranks.setdefault(fields.get(field, "nothing"), []).append(rank)
-    if len(ranks) == 1:
-        return None
-    texts = [*ranks]
-    shown = [_around_difference(text, texts) for text in texts]
-    values = "; ".join(
-        f"{rank_names(those, len(everybody) // replicas, replicas)}: {text}"
-        for those, text in zip(ranks.values(), shown, strict=True)
-    )
-    return f"{field} ({values}): give all ranks the same"
 
 
 def _around_difference(text: str, texts: Sequence[str]) -> str:

@@ -13,9 +13,9 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from fxpipe._torch.process_groups import PrefixStore, Store
 from fxpipe.errors import DistributedError
@@ -23,8 +23,6 @@ from fxpipe.errors import DistributedError
 GRACE_SECONDS = 3.0  # for other ranks to leave their reports
 STORE_SECONDS = 10.0  # timeout of the store after a failure
 POLL_SECONDS = 0.02
-
-T = TypeVar("T")
 
 
 class StoreSilentError(RuntimeError):
@@ -42,21 +40,21 @@ class BoundedStore:
         self.store, self.seconds = store, seconds
 
     def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self.store.set(key, value))
+        self._ask("set", key, value)
 
     def get(self, key: str) -> bytes:
-        return self._ask(lambda: bytes(self.store.get(key)))
+        return bytes(self._ask("get", key))
 
     def check(self, keys: list[str]) -> bool:
-        return self._ask(lambda: bool(self.store.check(keys)))
+        return bool(self._ask("check", keys))
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        answers: list[T] = []
+    def _ask(self, request: str, *arguments: Any) -> Any:
+        answers: list[Any] = []
         errors: list[BaseException] = []
 
         def ask() -> None:
             try:
-                answers.append(question())
+                answers.append(getattr(self.store, request)(*arguments))
             except BaseException as error:
                 errors.append(error)
 
@@ -106,13 +104,6 @@ class FailureBoard:
         with contextlib.suppress(RuntimeError):  # the store itself may have ended
             self._store.set(f"report/{self._number}", pickle.dumps(report).hex())
 
-    def _read(self, numbers: Iterable[int]) -> dict[int, FailureReport]:
-        return {
-            number: pickle.loads(bytes.fromhex(self._store.get(f"report/{number}").decode()))
-            for number in numbers
-            if self._store.check([f"report/{number}"])
-        }
-
     def _name(self, *numbers: int) -> str:
         return rank_names(numbers, self._size, self._replicas)
 
@@ -123,12 +114,12 @@ class FailureBoard:
         deadline = time.monotonic() + GRACE_SECONDS
         try:
             while True:
-                reports |= self._read(everybody - reports.keys())
-                raised = [reports[number] for number in sorted(reports) if reports[number].error]
-                if raised:
-                    first, *rest = raised[0].error.splitlines()
-                    words = f"{self._name(raised[0].number)} has failed, and the step with it: {first}"
-                    return DistributedError("\n".join([words, *rest]))
+                for number in sorted(everybody - reports.keys()):
+                    if self._store.check([key := f"report/{number}"]):
+                        reports[number] = pickle.loads(bytes.fromhex(self._store.get(key).decode()))
+                if raised := [number for number in sorted(reports) if reports[number].error]:
+                    text = reports[raised[0]].error
+                    return DistributedError(f"{self._name(raised[0])} has failed, and the step with it: {text}")
                 if reports.keys() == everybody or time.monotonic() > deadline:
                     break
                 time.sleep(POLL_SECONDS)
@@ -154,13 +145,12 @@ class FailureBoard:
                 )
             waits = "; ".join(f"{self._name(number)}: {_waiting_words(reports[number])}" for number in sorted(reports))
             return DistributedError(f"the connection between ranks was lost: {waits} ({lost.detail})")
-        is_late = lost.is_timeout or any("timed out" in report.waiting for report in reports.values())
-        one, more = (
-            ("does not answer (it hangs, or takes", "do not answer (they hang, or take")
-            if is_late
-            else ("is gone: its process has ended", "are gone: their processes have ended")
-        )
-        state = (one if len(silent) == 1 else more) + (" longer than timeout=)" if is_late else "")
+        is_one = len(silent) == 1
+        if lost.is_timeout or any("timed out" in report.waiting for report in reports.values()):
+            state = "does not answer (it hangs, or takes" if is_one else "do not answer (they hang, or take"
+            state += " longer than timeout=)"
+        else:
+            state = "is gone: its process has ended" if is_one else "are gone: their processes have ended"
         last = [
             f"the last that came from {self._name(number)}: {report.heard[number]} (to {self._name(report.number)})"
             for number in sorted(silent)
@@ -198,53 +188,33 @@ def meet_ranks(store: Store, rank: int, size: int, timeout: float, kind: str = "
 
     Raises `DistributedError` after `timeout` seconds. `kind`: "rank" or "replica", for errors.
     """
+    token, deadline, bounded = uuid.uuid4().hex, time.monotonic() + timeout, BoundedStore(store, timeout)
+    name: str | None = token if rank == 0 else None
+    tokens, here = ([f"{what}/{other}" for other in range(size)] for what in ("token", "here"))
+    own: BoundedStore | None = None
     try:
-        return _meet_ranks(store, rank, size, timeout, kind)
+        bounded.set(tokens[rank], token)
+        while time.monotonic() <= deadline:
+            if rank == 0:
+                left = [bounded.get(key).decode() for key in tokens if bounded.check([key])]
+                bounded.set("name", json.dumps({"name": token, "tokens": left}))
+            elif name is None and bounded.check(["name"]):
+                answer = json.loads(bounded.get("name"))
+                name = str(answer["name"]) if token in answer["tokens"] else None
+            if name is not None and own is None:
+                own = BoundedStore(PrefixStore(name, store), timeout)
+                own.set(here[rank], "1")
+            if own is not None and own.check(here):
+                return own.store
+            time.sleep(POLL_SECONDS)
+        missing = ["0"] if own is None else [str(other) for other, key in enumerate(here) if not own.check([key])]
     except StoreSilentError as error:
         raise DistributedError(
             f"{error}, on {kind} {rank} of {size}: the process that holds it, rank 0 as a rule, hangs, or its host "
             "cannot be reached"
         ) from None
-
-
-def _meet_ranks(shared: Store, rank: int, size: int, timeout: float, kind: str) -> Store:
-    token, deadline, store = uuid.uuid4().hex, time.monotonic() + timeout, BoundedStore(shared, timeout)
-    store.set(f"token/{rank}", token)
-    name: str | None = token if rank == 0 else None
-    here = [f"here/{other}" for other in range(size)]
-    own: BoundedStore | None = None
-    while True:
-        if rank == 0:
-            _give_name(store, size, token)
-        elif name is None:
-            name = _name_for(store, token)
-        if name is not None:
-            if own is None:
-                own = BoundedStore(PrefixStore(name, shared), timeout)
-                own.set(here[rank], "1")
-            if own.check(here):
-                return own.store
-        if time.monotonic() > deadline:
-            break
-        time.sleep(POLL_SECONDS)
-    missing = ["0"] if own is None else [str(other) for other, key in enumerate(here) if not own.check([key])]
     raise DistributedError(
         f"{kind} {', '.join(missing) or 'unknown'} of {size} has not come in {timeout:g} s: every rank of the process "
         "group makes the pipe, and calls it as often as the others; is one gone, or was it started with another world "
         "size?"
     )
-
-
-def _give_name(store: BoundedStore, size: int, name: str) -> None:
-    """Publishes a name for the ranks, with the tokens that they have left so far."""
-    keys = [f"token/{other}" for other in range(size)]
-    tokens = [store.get(key).decode() for key in keys if store.check([key])]
-    store.set("name", json.dumps({"name": name, "tokens": tokens}))
-
-
-def _name_for(store: BoundedStore, token: str) -> str | None:
-    """Returns the name that rank 0 has published for this token; None if it has not."""
-    if not store.check(["name"]):
-        return None
-    answer = json.loads(store.get("name"))
-    return str(answer["name"]) if token in answer["tokens"] else None

@@ -36,36 +36,25 @@ class GivenMemory:
     def __init__(self, tensors: Iterable[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]):
         self.tensors = list({id(tensor): tensor for tensor in tensors if not has_values(tensor)}.values())
         self._before = [tensor.detach() for tensor in self.tensors]
-        for device in dict.fromkeys(map(device_of, self.tensors)):
-            here = [tensor for tensor in self.tensors if device_of(tensor) == device]
-            memories = _empty_on(device, [tensor.detach() for tensor in here])
-            for tensor, memory in zip(here, memories, strict=True):
-                replace_data(tensor, memory)
+        places = [(storage_of(tensor), device_of(tensor)) for tensor in self.tensors]
+        sharing, storages = Counter(places), dict[Any, torch.UntypedStorage]()  # views of one memory stay such
+        for tensor, like, key in zip(self.tensors, self._before, places, strict=True):
+            device = key[1]
+            if like.layout != torch.strided or sharing[key] < 2:
+                memory = torch.empty_like(like, device=device)
+            else:
+                if key not in storages:
+                    size = like.untyped_storage().nbytes()
+                    storages[key] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+                memory = torch.empty(0, dtype=like.dtype, device=device)
+                memory.set_(storages[key], like.storage_offset(), like.shape, like.stride())
+            replace_data(tensor, memory)
 
     def take_back(self, keep: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
         """Takes the memory back, except from tensors for which `keep` returns True."""
         for tensor, before in zip(self.tensors, self._before, strict=True):
             if tensor.numel() and not keep(tensor):
                 replace_data(tensor, before)
-
-
-def _empty_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Creates uninitialized tensors like these, which share memory if these do."""
-    tensors = list(tensors)
-    sharing = Counter(storage_of(tensor) for tensor in tensors)
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def like(tensor: torch.Tensor) -> torch.Tensor:
-        key = storage_of(tensor)
-        if tensor.layout != torch.strided or sharing[key] < 2:
-            return torch.empty_like(tensor, device=device)
-        if key not in storages:
-            size = tensor.untyped_storage().nbytes()
-            storages[key] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-        part = torch.empty(0, dtype=tensor.dtype, device=device)
-        return part.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
-
-    return [like(tensor) for tensor in tensors]
 
 
 StageSum = tuple[str, int]  # a parameter, and the stage that has a sum of its gradients
@@ -87,16 +76,14 @@ class HeldTensors:
 
     def __init__(self, first: Program, routes: RelayRoutes, names: Iterable[str]):
         """`names`: of all tensors of the model. The rank of the first stage holds tensors that no stage uses."""
-        holders: dict[str, list[int]] = {}
+        holders: dict[str, dict[int, None]] = {}
         for j, stage in enumerate(first.stages):
             for name in stage.attributes:
-                ranks = holders.setdefault(name, [])
-                if routes.rank(j) not in ranks:
-                    ranks.append(routes.rank(j))
+                holders.setdefault(name, {})[routes.rank(j)] = None
         self._stages = tuple((j, routes.rank(j), tuple(stage.attributes)) for j, stage in enumerate(first.stages))
         self._rest = (routes.rank(0),)
         self._holders = {name: tuple(ranks) for name, ranks in holders.items()}
-        self.names = tuple(dict.fromkeys((*self._holders, *names)))
+        self.names = tuple(dict.fromkeys((*holders, *names)))
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Returns the ranks that hold a tensor, its home first."""
@@ -182,16 +169,15 @@ class TensorExchange:
         """Sends the values of this rank and returns the values of other ranks, by key."""
         received: dict[Any, Any] = {}
         tag = FIRST_FREE_TAG + kind
-        for source, target in pairs:
+        for (source, target), keys in pairs.items():
             if source == self._rank:
-                values = [PacketValue(value_of(key)) for key in pairs[source, target]]
+                values = [PacketValue(value_of(key)) for key in keys]
                 self._mailbox.send((self._number, "tensors", kind, source, target), tag, target, values)
-        for source, target in pairs:
+        for (source, target), keys in pairs.items():
             if target == self._rank:
-                packet = (self._number, "tensors", kind, source, target)
-                self._mailbox.expect(packet, tag, source)
-                values = self._mailbox.receive(packet, tag, source, what)
-                received |= dict(zip(pairs[source, target], (one.value for one in values), strict=True))
+                address = (self._number, "tensors", kind, source, target), tag, source
+                self._mailbox.expect(*address)
+                received |= zip(keys, (one.value for one in self._mailbox.receive(*address, what)), strict=True)
         return received
 
     def borrow(self) -> None:
@@ -200,12 +186,10 @@ class TensorExchange:
 
     def sum_gradients(self, step: RankStep) -> None:
         """Adds to a step the gradient sums of stages on other ranks, for tensors that this rank holds."""
-
-        def sum_of(key: StageSum) -> torch.Tensor | None:
-            name, j = key
-            return step.totals[j].sums.get(name)
-
-        received = self._swap(1, "the gradients of tied weights", self._transfers.gradients, sum_of)
+        pairs = self._transfers.gradients
+        received = self._swap(
+            1, "the gradients of tied weights", pairs, lambda key: step.totals[key[1]].sums.get(key[0])
+        )
         for (name, j), value in received.items():
             if value is not None:
                 step.totals[j].sums[name] = value

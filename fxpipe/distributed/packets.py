@@ -214,43 +214,33 @@ class Mailbox:
     def receive(self, key: Hashable, tag: int, peer: int, what: str) -> list[PacketValue]:
         """Waits for an expected packet and returns it."""
         connection, known = self._connection, self._known_layout(key)
-        control = connection.receive(peer, 4 * tag, what).view(torch.int64)
-        is_known, size, self.note = control.tolist()
-        payload = self._received(key, tag, peer, known or (), what)
-        if is_known:
-            if known is None:
-                raise InternalError(f"the layout of {what} was taken for known, and is not")
-            layout = known
-        else:
+        is_known, size, self.note = connection.receive(peer, 4 * tag, what).view(torch.int64).tolist()
+        if is_known and known is None:
+            raise InternalError(f"the layout of {what} was taken for known, and is not")
+        layout: Layout = known or ()
+        host, device = torch.empty(0, dtype=torch.uint8), None
+        if payload_bytes(layout):  # placeholder bytes if the layout is new
+            host = connection.receive(peer, 4 * tag + 1, what)
+        if payload_bytes(layout, True):
+            assert self._transfers is not None
+            device = self._transfers.receive(key, what)
+        if not is_known:
             connection.expect(peer, 4 * tag + 2, size)
             layout = pickle.loads(content_of(connection.receive(peer, 4 * tag + 2, what)))
-            payload = self._received_late(tag, peer, layout, what)
+            size, on_device = payload_bytes(layout), payload_bytes(layout, True)
+            host = torch.empty(0, dtype=torch.uint8)
+            if size + on_device:
+                connection.expect(peer, 4 * tag + 3, size + on_device)
+                host = connection.receive(peer, 4 * tag + 3, what)
+            host, device = host[:size], host[size:].to(self._device, copy=True)
         self._note_layout(key, layout)
-        return decode(layout, payload, self._device)
+        return decode(layout, Payload(host, device), self._device)
 
     def _known_layout(self, key: Hashable) -> Layout | None:
         return self._known.get(key)
 
     def _note_layout(self, key: Hashable, layout: Layout) -> None:
         self._new[key] = layout
-
-    def _received(self, key: Hashable, tag: int, peer: int, known: Layout, what: str) -> Payload:
-        """Returns the expected payload: placeholder bytes if the layout is new."""
-        host, device = torch.empty(0, dtype=torch.uint8), None
-        if payload_bytes(known):
-            host = self._connection.receive(peer, 4 * tag + 1, what)
-        if payload_bytes(known, True):
-            assert self._transfers is not None
-            device = self._transfers.receive(key, what)
-        return Payload(host, device)
-
-    def _received_late(self, tag: int, peer: int, layout: Layout, what: str) -> Payload:
-        size, rest = payload_bytes(layout), payload_bytes(layout, True)
-        whole = torch.empty(0, dtype=torch.uint8)
-        if size + rest:
-            self._connection.expect(peer, 4 * tag + 3, size + rest)
-            whole = self._connection.receive(peer, 4 * tag + 3, what)
-        return Payload(whole[:size], whole[size:].to(self._device, copy=True))
 
     def remember(self) -> None:
         """Remembers the layouts of a step that all ranks have committed."""
@@ -272,17 +262,8 @@ def cut_of(maker: Action) -> int:
     return maker.stage if maker.kind is ActionKind.FORWARD else maker.stage - 1
 
 
-def maker_before(action: Action, placement: Sequence[int]) -> Action | None:
-    """Returns the action on another rank whose packet an action needs, if any."""
-    return _neighbour(action, -1, placement)
-
-
-def reader_after(maker: Action, placement: Sequence[int]) -> Action | None:
-    """Returns the action on another rank that needs the packet of an action, if any."""
-    return _neighbour(maker, 1, placement)
-
-
-def _neighbour(action: Action, step: int, placement: Sequence[int]) -> Action | None:
+def neighbour(action: Action, step: int, placement: Sequence[int]) -> Action | None:
+    """Returns the action on another rank whose packet an action needs (`step` -1), or that needs its packet (1)."""
     kind, j, i = action
     other = j + step if kind is ActionKind.FORWARD else j - step
     if kind not in _TAGS or not 0 <= other < len(placement) or placement[other] == placement[j]:
@@ -302,7 +283,7 @@ class PacketOrder:
     def of(cls, rows: Rows, placement: Sequence[int], rank: int) -> PacketOrder:
         coming, needed, returned = [], [], []
         for action in (action for row in rows for action in row):
-            reader, maker = reader_after(action, placement), maker_before(action, placement)
+            reader, maker = neighbour(action, 1, placement), neighbour(action, -1, placement)
             if reader is not None and placement[reader.stage] == rank:
                 coming.append((placement[action.stage], action))
             if maker is not None and placement[action.stage] == rank:
@@ -348,7 +329,7 @@ class PacketLink:
             self._expected.add(maker)
 
     def maker_before(self, action: Action) -> Action | None:
-        return maker_before(action, self.placement)
+        return neighbour(action, -1, self.placement)
 
     def receive(self, maker: Action) -> list[PacketValue]:
         source, what = self.placement[maker.stage], self._words(maker)
@@ -358,7 +339,9 @@ class PacketLink:
         self._expect(source)
         cut = cut_of(maker)
         if maker.kind is ActionKind.FORWARD:
-            self._free_gradients(cut, self.mailbox.note)
+            while self._freed[cut] < self.mailbox.note:  # gradients that the peer has received
+                self.mailbox.finish_send(self._address(self._returned[cut].popleft())[0], "its gradients to be taken")
+                self._freed[cut] += 1
         else:
             self._taken[cut] += 1
             self._free_values(Action(ActionKind.FORWARD, cut, maker.micro_batch), what)
@@ -368,17 +351,11 @@ class PacketLink:
         """Frees the packet of values whose gradients have arrived."""
         self.mailbox.finish_send(self._address(maker)[0], what)
 
-    def _free_gradients(self, cut: int, taken: int) -> None:
-        """Frees the first packets of gradients through a cut, up to the number that the peer has received."""
-        while self._freed[cut] < taken:
-            self.mailbox.finish_send(self._address(self._returned[cut].popleft())[0], "its gradients to be taken")
-            self._freed[cut] += 1
-
     def is_sent(self, action: Action) -> bool:
-        return reader_after(action, self.placement) is not None
+        return neighbour(action, 1, self.placement) is not None
 
     def send(self, maker: Action, values: Iterable[PacketValue]) -> None:
-        reader = reader_after(maker, self.placement)
+        reader = neighbour(maker, 1, self.placement)
         assert reader is not None
         self.mailbox.send(
             *self._address(maker), self.placement[reader.stage], tuple(values), self._taken[cut_of(maker)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -124,13 +124,6 @@ class DistributedPipeline(Pipeline):
     def _open_stream(
         self, batches: Iterable[Any], call: LossCall, optimizer: StagewiseOptimizer, policy: WeightPolicy
     ) -> TrainStream:
-        self._check_replicas_are_equal()
-        fields = {"vertical_sync": str(policy is WeightPolicy.VERTICAL_SYNC), "reduction": call.reduction}
-        check_agreement(self._fxpipe.group, fields, is_long=False)
-        return RankTrainStream(RankStreamLoop(self._fxpipe, batches, call, optimizer, policy))
-
-    def _check_replicas_are_equal(self) -> None:
-        """Raises `StateError` if a stream would update replicas with different gradients."""
         replicas = self._fxpipe.engine.replicas
         if not replicas.is_synced:
             raise StateError(
@@ -142,6 +135,9 @@ class DistributedPipeline(Pipeline):
                 "train_stream behind forward_backward within no_sync(): .grad has gradients that other replicas do not "
                 "know of; sum them by a call of forward_backward outside of it and step, or call zero_grad(), before"
             )
+        fields = {"vertical_sync": str(policy is WeightPolicy.VERTICAL_SYNC), "reduction": call.reduction}
+        check_agreement(self._fxpipe.group, fields, is_long=False)
+        return RankTrainStream(RankStreamLoop(self._fxpipe, batches, call, optimizer, policy))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -176,7 +172,20 @@ class DistributedPipeline(Pipeline):
         state.check_open()
         with state.engine.running(), state.group.together() as connection:
             records = connection.all_gather(state.engine.last_step, "the records of the last step")
-        return gathered_record(records)
+        known: list[StepRecord] = [record for record in records if record is not None]
+        if not known:
+            return None
+        # The receiver records a transfer; bytes that an action sends are summed here.
+        transfers, sent = tuple(transfer for record in known for transfer in record.transfers), Counter[Action]()
+        for transfer in transfers:
+            sent[transfer.maker] += int(transfer.bytes)
+        actions = [replace(one, sent=sent[one.action]) for record in known for one in record.actions]
+        actions.sort(key=lambda one: one.start)
+        devices = tuple(
+            replace(record.devices[d], sent=sum(one.sent for one in actions if one.device == d))
+            for d, record in enumerate(known)
+        )
+        return replace(known[0], actions=tuple(actions), transfers=transfers, devices=devices)
 
     # -- Tensors of this rank ----------------------------------------------------------------------------------------
 
@@ -186,18 +195,14 @@ class DistributedPipeline(Pipeline):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        own = self._own()
-        for name, parameter in self._fxpipe_model.named_parameters(prefix, recurse, remove_duplicate):
-            if id(parameter) in own:
-                yield name, parameter
+        own, named = self._own(), self._fxpipe_model.named_parameters(prefix, recurse, remove_duplicate)
+        yield from (item for item in named if id(item[1]) in own)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        own = self._own()
-        for name, buffer in self._fxpipe_model.named_buffers(prefix, recurse, remove_duplicate):
-            if id(buffer) in own:
-                yield name, buffer
+        own, named = self._own(), self._fxpipe_model.named_buffers(prefix, recurse, remove_duplicate)
+        yield from (item for item in named if id(item[1]) in own)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns this rank's part of the state, under the model's keys; `torch.distributed.checkpoint` saves it."""
@@ -265,25 +270,6 @@ class DistributedPipeline(Pipeline):
         raise StateError("a pipe over processes cannot be pickled: save its state_dict()")
 
 
-def gathered_record(records: Sequence[StepRecord | None]) -> StepRecord | None:
-    """Joins the records of all ranks. The receiver records a transfer; bytes that an action sends are summed here."""
-    known = [record for record in records if record is not None]
-    if not known:
-        return None
-    transfers = tuple(transfer for record in known for transfer in record.transfers)
-    sent: Counter[Action] = Counter()
-    for transfer in transfers:
-        sent[transfer.maker] += int(transfer.bytes)
-    actions = sorted(
-        (replace(one, sent=sent[one.action]) for record in known for one in record.actions), key=lambda one: one.start
-    )
-    devices = tuple(
-        replace(record.devices[d], sent=sum(one.sent for one in actions if one.device == d))
-        for d, record in enumerate(known)
-    )
-    return replace(known[0], actions=tuple(actions), transfers=transfers, devices=devices)
-
-
 def distributed_state(pipe: object) -> RankState:
     """Returns the state of a pipe over processes. Raises `ArgumentTypeError` if `pipe` is not one."""
     if not isinstance(pipe, DistributedPipeline):
@@ -293,22 +279,6 @@ def distributed_state(pipe: object) -> RankState:
         )
     pipe._fxpipe.check_open()
     return pipe._fxpipe
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    """Refuses a model whose gradients or parameters another wrapper distributes."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ArgumentError(
-            "model is a DistributedDataParallel, which sums gradients by itself: give model.module, and the ranks of "
-            "its replicas as data_parallel="
-        )
-    name = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
-    if name is not None:
-        raise ArgumentError(
-            f"the parameter {name!r} is a DTensor, as after fully_shard or parallelize_module, and a stage computes "
-            "with whole parameters: give the model as it was before; data_parallel= has it on several replicas, and "
-            "torch.distributed.optim.ZeroRedundancyOptimizer shards the optimizer's state over them"
-        )
 
 
 def pipeline_over_ranks(
@@ -327,13 +297,22 @@ def pipeline_over_ranks(
     with group.together():
         if outputs not in OUTPUTS:
             raise ArgumentError(f"outputs={outputs!r} is unknown; accepted are 'last' and 'all'")
-        _refuse_wrapped(model)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ArgumentError(
+                "model is a DistributedDataParallel, which sums gradients by itself: give model.module, and the ranks "
+                "of its replicas as data_parallel="
+            )
+        if name := next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None):
+            raise ArgumentError(
+                f"the parameter {name!r} is a DTensor, as after fully_shard or parallelize_module, and a stage "
+                "computes with whole parameters: give the model as it was before; data_parallel= has it on several "
+                "replicas, and torch.distributed.optim.ZeroRedundancyOptimizer shards the optimizer's state over them"
+            )
         settings = make_settings({**options, "devices": [str(group.device)] * group.size}, plan)
         settings = replace(settings, processes=True, ranks_per_stage=group.replica_count)
         if plan is not None:
             check_replicas(plan, group.replica_count)
-        if plan is not None and settings.left:
-            settings = with_best_schedule(plan, settings)
+            settings = with_best_schedule(plan, settings) if settings.left else settings
         check_agreement(group, model_fields(model, settings))
         state = RankState(model, settings, plan, group)
         pipe = DistributedPipeline(model, settings, state, outputs)
@@ -383,7 +362,7 @@ def clip_grad_norm_(
         everybody = connection.all_gather(own, "the norms of gradients")
     norms = {name: norm for of_rank in everybody for name, norm in of_rank.items()}
     ordered = [norms[name] for name in names.values() if name in norms]
-    total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.zeros(())
+    total = torch.nn.utils.get_total_norm(ordered, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients of all ranks is {float(total)}, so that they cannot be "

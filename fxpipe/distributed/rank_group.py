@@ -32,9 +32,15 @@ def process_group_of(argument: str, devices: DeviceMesh | dist.ProcessGroup) -> 
     """Returns the process group and device type of an argument; raises `ArgumentError` for a process outside of it."""
     if isinstance(devices, DeviceMesh):
         if devices.ndim != 1:
+            names, remedy = devices.mesh_dim_names, "a mesh with mesh_dim_names=, and devices=mesh[name]"
+            if names:
+                pipe = "pipe" if "pipe" in names else "pp" if "pp" in names else names[-1]
+                others = [name for name in names if name != pipe]
+                remedy = f"devices=mesh[{pipe!r}]"
+                remedy += f", data_parallel=mesh[{others[0]!r}]" if len(others) == 1 else ""
             raise ArgumentError(
                 f"{argument} is a mesh of {devices.ndim} dimensions {tuple(devices.shape)}; a pipe runs along one of "
-                f"them, and its replicas along another: give {_remedy(devices)}"
+                f"them, and its replicas along another: give {remedy}"
             )
         if devices.get_coordinate() is None:
             raise ArgumentError(
@@ -54,25 +60,6 @@ def process_group_of(argument: str, devices: DeviceMesh | dist.ProcessGroup) -> 
         )
     kind = "cpu" if dist.get_backend(devices) == "gloo" else accelerator.accelerator_type() or "cpu"
     return devices, kind
-
-
-def _remedy(mesh: DeviceMesh) -> str:
-    names = mesh.mesh_dim_names
-    if not names:
-        return "a mesh with mesh_dim_names=, and devices=mesh[name]"
-    pipe = "pipe" if "pipe" in names else "pp" if "pp" in names else names[-1]
-    others = [name for name in names if name != pipe]
-    data = f", data_parallel=mesh[{others[0]!r}]" if len(others) == 1 else ""
-    return f"devices=mesh[{pipe!r}]{data}"
-
-
-def _refuse_overlap(pipe: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
-    own, others = dist.get_process_group_ranks(pipe), dist.get_process_group_ranks(data)
-    if {*own} & {*others} != {dist.get_rank()}:
-        raise ArgumentError(
-            f"data_parallel has ranks {others} and devices has ranks {own}: of one mesh with a dimension for each, of "
-            'names "data" and "pipe" say, give devices=mesh["pipe"], data_parallel=mesh["data"]'
-        )
 
 
 class RankDevice(NamedTuple):
@@ -125,7 +112,12 @@ class RankGroup:
         self.replica = 0 if self.data_group is None else self.data_group.rank()
         self.replica_count = 1 if self.data_group is None else self.data_group.size()
         if self.data_group is not None:
-            _refuse_overlap(self.process_group, self.data_group)
+            own, others = map(dist.get_process_group_ranks, (self.process_group, self.data_group))
+            if {*own} & {*others} != {dist.get_rank()}:
+                raise ArgumentError(
+                    f"data_parallel has ranks {others} and devices has ranks {own}: of one mesh with a dimension for "
+                    'each, of names "data" and "pipe" say, give devices=mesh["pipe"], data_parallel=mesh["data"]'
+                )
         # Counts pipes that all ranks have created: if a rank is missing, the next attempt has the same number.
         self._name = self.process_group.group_name
         self._number = _pipes_of[self._name] + 1
@@ -211,16 +203,18 @@ class RankGroup:
             raise board.cause(report, lost)
 
     def _report(self, waiting: str = "", error: str = "") -> FailureReport:
-        heard = {} if self._connection is None else self._connection.heard
-        first = self.replica * self.size
-        return FailureReport(
-            first + self.rank, self.doing, waiting, error, {first + peer: what for peer, what in heard.items()}
-        )
+        heard, first = {} if self._connection is None else self._connection.heard, self.replica * self.size
+        heard = {first + peer: what for peer, what in heard.items()}
+        return FailureReport(first + self.rank, self.doing, waiting, error, heard)
 
     def _connect(self) -> Connection:
         if self._connection is None:
             store = meet_ranks(PrefixStore(str(self.generation), self._store), self.rank, self.size, self.timeout)
-            data_store = self._meet_replicas()
+            data_store: Store | None = None
+            if self.data_group is not None:  # the ranks that have the same stages in other replicas
+                path = f"fxpipe/{self.data_group.group_name}/{self._number}/{self.generation}"
+                data_store = PrefixStore(path, self.data_group.get_group_store())
+                data_store = meet_ranks(data_store, self.replica, self.replica_count, self.timeout, "replica")
             _pipes_of[self._name] = max(_pipes_of[self._name], self._number)
             self._board = FailureBoard(store, self.rank, self.size, timeout=self.timeout)
             try:
@@ -241,14 +235,6 @@ class RankGroup:
         own = RankDevice(self.device.type, device_backend(group, self.device), accelerator.device_uuid(self.device))
         text = common_transport(connection.all_gather(own, f"the devices of all {kind}s"), kind)
         return text, own.backend if text == own.backend else None
-
-    def _meet_replicas(self) -> Store | None:
-        """Waits for the ranks that have the same stages in other replicas; returns the store of this generation."""
-        if self.data_group is None:
-            return None
-        path = f"fxpipe/{self.data_group.group_name}/{self._number}/{self.generation}"
-        store = PrefixStore(path, self.data_group.get_group_store())
-        return meet_ranks(store, self.replica, self.replica_count, self.timeout, "replica")
 
     def _connect_replicas(self, store: Store | None) -> None:
         self._data_store, self._data_groups = store, 0
@@ -285,13 +271,9 @@ class RankGroup:
             self._fail(self._report(error="StateError: the pipe was closed on this rank"))
 
     def close(self) -> None:
-        if self.transfers is not None:
-            self.transfers.close()
-        if self.device_sums is not None:
-            self.device_sums.close()
-        for connection in (self._connection, self._replicas):
-            if connection is not None:
-                connection.close()
+        for one in (self.transfers, self.device_sums, self._connection, self._replicas):
+            if one is not None:
+                one.close()
         for close in self.when_closed:
             close()
         self._connection = self._replicas = self._board = None

@@ -119,17 +119,6 @@ class RankState(PipelineState):
             missing += [name for name in own if name in constants and not has_values(constants[name])]
         return list(dict.fromkeys(missing))
 
-    def _check_values(self) -> None:
-        """Raises `StateError` before a step if tensors of this rank have no values."""
-        if self._awaits_values:
-            if missing := self.own_without_values():
-                raise StateError(
-                    f"rank {self.group.rank} has no values for {names_text(missing)}: the model was built on the meta "
-                    "device. Before the first step, on all ranks, load a checkpoint, fxpipe.distributed.load(pipe, "
-                    "path), or initialize the parameters, fxpipe.distributed.initialize(pipe)"
-                )
-            self._awaits_values = False
-
     def _own_stages(self, placement: Sequence[int]) -> Sequence[int]:
         return [j for j, rank in enumerate(placement) if rank == self.group.rank]
 
@@ -173,7 +162,14 @@ class RankState(PipelineState):
             )
         name = BATCH_TRAINING if call.reduction == "batch" else TRAINING
         inputs = self.agree(name, calls, is_handed_over)
-        targets = self.targets_of(calls, inputs) if is_handed_over else (calls or [])[0].target
+        targets = (calls or [])[0].target if not is_handed_over else ()
+        if is_handed_over and self.group.rank == self.last:
+            targets = tuple(one.target for one in self._required(calls))
+            if len(targets) != len(inputs.bounds):
+                raise ArgumentError(
+                    f"rank {self.group.rank} has the last stage and was given {len(targets)} micro_batches, and rank "
+                    f"{self.leader}, of the first stage, {len(inputs.bounds)}: give them the same"
+                )
         schedule, inputs = self.schedule_of(inputs, call.reduction), replace(inputs, targets=targets)
         return (*self.engine.train_ranks(inputs, schedule, call, to_all=self.outputs == "all"), False)
 
@@ -202,23 +198,18 @@ class RankState(PipelineState):
             has_recorded = True
             if is_planning:  # with the inputs of the first replica; another rank may lead now
                 graphs.clear()
-        self._check_values()
+        if self._awaits_values:
+            if missing := self.own_without_values():
+                raise StateError(
+                    f"rank {group.rank} has no values for {names_text(missing)}: the model was built on the meta "
+                    "device. Before the first step, on all ranks, load a checkpoint, fxpipe.distributed.load(pipe, "
+                    "path), or initialize the parameters, fxpipe.distributed.initialize(pipe)"
+                )
+            self._awaits_values = False
         inputs = self.inputs_of(job, calls)
         if seed is None and group.rank != leader and any(bound.program.is_random for bound in inputs.bounds):
             draw_seed()  # advance the generators of all ranks as in one process
         return inputs
-
-    def targets_of(self, calls: Sequence[ModelCall] | None, inputs: RankInputs) -> tuple[Any, ...]:
-        """Returns the targets of the micro-batches passed by the caller, on the rank of the last stage."""
-        if self.group.rank != self.last:
-            return ()
-        targets = tuple(one.target for one in self._required(calls))
-        if len(targets) != len(inputs.bounds):
-            raise ArgumentError(
-                f"rank {self.group.rank} has the last stage and was given {len(targets)} micro_batches, and rank "
-                f"{self.leader}, of the first stage, {len(inputs.bounds)}: give them the same"
-            )
-        return targets
 
     def inputs_of(self, job: Job, calls: Sequence[ModelCall] | None) -> RankInputs:
         """Returns the inputs of a step; only the leader has leaves."""
@@ -263,9 +254,9 @@ class RankState(PipelineState):
             return Job(call, self._mode(), peeked, is_handed_over, own._replace(call=_on_cpu(own.call)))
         if seed is None:
             seed = draw_seed() if any(bound.program.is_random for bound in own.bounds) else 0
-        return self._job_of(call, own, seed)
+        return self.job_of(call, own, seed)
 
-    def _job_of(self, call: str, own: GivenInputs, seed: int) -> Job:
+    def job_of(self, call: str, own: GivenInputs, seed: int) -> Job:
         known, bound, leaves, is_handed_over = {}, own.bound, own.leaves, own.is_handed_over
         if bound.known_pieces is not None and not is_handed_over:
             known = map_tensor_leaves(lambda t: t.detach().cpu(), dict(bound.known_pieces(leaves, own.batch)))
@@ -303,11 +294,6 @@ class RankState(PipelineState):
     def _may_choose_chunks(self, batch: int) -> bool:
         return False  # the plan has decided on all ranks
 
-    def job_at_hand(self, program: RankProgram, call: ModelCall, seed: int) -> Job | None:
-        """Returns the job of a mini-batch of a stream; None if it needs another program. The leader calls it."""
-        own = self.find_known(call, seed)
-        return None if own is None or own.bound is not program else self._job_of(STREAM, own, seed)
-
     def with_micro_batches(self, inputs: RankInputs, micro_batches: int) -> RankInputs:
         """Returns the inputs of a mini-batch split into this number of micro-batches, as on the other replicas."""
         if micro_batches == len(inputs.samples):
@@ -343,8 +329,10 @@ class RankState(PipelineState):
         state, graphs_before = {**vars(self)}, [*self.graphs]
         own = missing._replace(call=_moved(missing.call, lambda t: t.to(self.group.device)))
         try:
-            if self.first is not None:
-                self._refresh()
+            if self.first is not None:  # forward may read values that are trained on other ranks
+                assert self.held is not None
+                _, program = next(iter(self._numbered.values()))
+                self._send(self.held.names, program.constants)
             elif not self.group.is_first:
                 self.given_plan, decided = self.group.broadcast(None, "the plan")
                 self.settings = replace(self.settings, **decided, left=frozenset())
@@ -391,12 +379,6 @@ class RankState(PipelineState):
         self._numbered = dict([*self._numbered.items(), (number, (prepared.traced, program))][-MAX_GRAPHS:])
         self._next_number = number + 1
         return program
-
-    def _refresh(self) -> None:
-        """Sends all ranks the values of tensors trained on other ranks: forward may read them."""
-        assert self.held is not None
-        _, program = next(iter(self._numbered.values()))
-        self._send(self.held.names, program.constants)
 
     @torch.no_grad()
     def _send(self, names: Sequence[str], constants: dict[str, torch.Tensor], to_replicas: bool = False) -> None:

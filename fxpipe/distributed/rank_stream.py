@@ -31,11 +31,10 @@ from fxpipe.distributed.packets import JOB_TAG, Layout, Mailbox, PacketLink, Pac
 from fxpipe.distributed.rank_engine import RankEngine, RankInputs, pairs_of_ranks
 from fxpipe.distributed.rank_gradients import RankGradients, parameters_of_loss
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.distributed.rank_state import STREAM, Job, RankState
+from fxpipe.distributed.rank_state import STREAM, RankState
 from fxpipe.distributed.rank_step import RankExchange
 from fxpipe.distributed.replicas import (
-    GradientReport,
-    ReplicaLoss,
+    NEXT_MINI_BATCH,
     ReplicaPart,
     ReplicaStart,
     StageParameter,
@@ -116,7 +115,6 @@ class StreamLink(PacketLink):
         super().__init__(StreamMailbox(group.connection, group.device, {}, group.transfers), routes)
         self._routes, self._stage, self._order = routes, stage, order
         self.is_first, self.is_last = stage == 0, stage == order.stages - 1
-        self._jobs = 0  # number of jobs passed on
 
     def _key(self, maker: Action) -> tuple[Any, ...]:
         _, k = self._order.place(maker.micro_batch)
@@ -134,8 +132,7 @@ class StreamLink(PacketLink):
 
     def pass_job(self, job: Any, t: int) -> Any:
         """Forwards the leader's job for mini-batch t, or the end of the segment; returns it on all ranks."""
-        tag = tag_of(self._jobs, JOB_TAG)
-        self._jobs += 1
+        tag = tag_of(t, JOB_TAG)
         if not self.is_first:
             address = ("job", self._stage - 1, t), tag, self._routes.rank(self._stage - 1)
             self.mailbox.expect(*address)
@@ -208,7 +205,7 @@ class RankStream(Stream):
         self._summed: Mapping[StageParameter, torch.Tensor] = {}
         self._digest = ""
         self._changes_buffers = self._first_changes_buffers = False  # forward, here and on replica 0
-        self._part = ReplicaPart(0, 0, 0)  # of the mini-batch that is admitted
+        self.part = ReplicaPart(0, 0, 0)  # of the mini-batch that is admitted
         super().__init__(engine, context, order, *more)
         self.stages = (self._stage,)
 
@@ -227,7 +224,7 @@ class RankStream(Stream):
         gradients = RankGradients(program, tensors, inputs.programs, self._replicas)
         self._summed, self._digest = gradients.parameters, digest(gradients.parameters)
         self._changes_buffers = bool(engine.changed_here(inputs))
-        part = self.settle_part(program, self.start_of(program, inputs))
+        part = self._replicas.begin_in_stream(self.start_of(program, inputs), program.combinations)
         assert part is not None
         self._first_changes_buffers = part.changes_buffers
         if self._replicas.count > 1:
@@ -242,15 +239,6 @@ class RankStream(Stream):
         own = self.loss.reduction, self._digest, self._changes_buffers
         return replace(self.engine.start_of(inputs, [program.program], *own), is_synced=True)
 
-    def settle_part(self, program: RankProgram, start: ReplicaStart | None) -> ReplicaPart | None:
-        """Returns this replica's part in a mini-batch; None if any replica has no mini-batch."""
-        return self._replicas.begin_in_stream(start, program.combinations)
-
-    def admit_part(self, inputs: RankInputs, part: ReplicaPart) -> None:
-        """Queues this rank's part of a mini-batch. Its target is needed on the rank of the last stage."""
-        self._part = part
-        self.admit(inputs)
-
     def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
         if self.packets.is_last:
             return super()._history_of(given_inputs)
@@ -258,7 +246,7 @@ class RankStream(Stream):
 
     def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> StreamStep:
         assert isinstance(given_inputs, RankInputs)
-        part, engine, is_last = self._part, self.engine, self.packets.is_last
+        part, engine, is_last = self.part, self.engine, self.packets.is_last
         return RankStreamStep(
             engine.own_inputs(given_inputs),
             engine.model,
@@ -296,28 +284,24 @@ class RankStream(Stream):
         assert stage is not None
         losses = stage.losses
         self.engine.refuse_strange_leaves(stage)
-        is_part = self._replicas.count > 1
-        if is_part and stage.tree.is_weighed:
+        replicas, step = self._replicas, _rank_step(one)
+        if replicas.count > 1 and stage.tree.is_weighed:
             one.is_verified = False  # the micro-batches of all replicas add up to the loss, which is not verified here
         loss, divisor = super()._checked_loss(one), losses.divisor
-        if is_part:
-            loss, divisor = self._loss_of_union(_rank_step(one), loss_of_replica(losses))
+        if replicas.count > 1:
+            own = parameters_of_loss(step)
+            part_of_loss = loss_of_replica(losses), len(own)
+            reports = replicas.group.replicas.all_gather(part_of_loss, "the losses of the other replicas")
+            of_replicas = [of_replica for of_replica, _ in reports]
+            loss, divisor = loss_of_union(of_replicas, step.part, self.loss.reduction)
+            replicas.note_unit(of_replicas)
+            if any(count for _, count in reports):
+                sums = replicas.sum_apart({k: gradient for k, (_, gradient, _) in enumerate(own)})
+                for k, (leaf, gradient, count) in enumerate(own):
+                    stage.own[id(leaf)] = (leaf, sums[k].to(gradient.device), count)
         loss, divisor = map_tensor_leaves(lambda t: t.detach().cpu(), (loss, divisor))
         shares = [float(losses.share(i) * losses.scale) for i in range(one.step.micro_batches)]
         return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), one.is_verified)
-
-    def _loss_of_union(self, step: RankStreamStep, loss: ReplicaLoss) -> tuple[torch.Tensor, Any]:
-        """Returns the loss of all replicas and its divisor; sums gradients of the loss's parameters over replicas."""
-        own = parameters_of_loss(step)
-        reports = self._replicas.group.replicas.all_gather((loss, len(own)), "the losses of the other replicas")
-        losses = [one for one, _ in reports]
-        result = loss_of_union(losses, step.part, self.loss.reduction)
-        self._replicas.note_unit(losses)
-        if any(count for _, count in reports):
-            sums = self._replicas.sum_apart({k: gradient for k, (_, gradient, _) in enumerate(own)})
-            for k, (leaf, gradient, count) in enumerate(own):
-                step.loss.own[id(leaf)] = (leaf, sums[k].to(gradient.device), count)  # type: ignore[union-attr]
-        return result
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -332,8 +316,14 @@ class RankStream(Stream):
     def _sum_over_replicas(self, step: RankStreamStep, j: int) -> None:
         """Sums the gradients of a stage over replicas. Raises `LossError` if element weights differ between them."""
         replicas, own = self._replicas, {(name, j): gradient for name, gradient in step.totals[j].sums.items()}
-        report = self._evidence_of_stage(step), replicas.open_sum().give_rest(own)
-        reports: list[tuple[LossEvidence, GradientReport]] = replicas.group.replicas.all_gather(report, WAITED_FOR)
+        report, check = step.report, step.loss_weighting
+        assert report is not None
+        shares = report.shares.tolist()
+        wrong, wrong_means = (check.difference(shares.__getitem__, means_only=only) for only in (False, True))
+        of_stage = LossEvidence(
+            wrong, wrong_means, report.is_verified, report.is_verified, shares, dict(check.gradients)
+        )
+        reports = replicas.group.replicas.all_gather((of_stage, replicas.open_sum().give_rest(own)), WAITED_FOR)
         evidence, gradients = [[one] for one, _ in reports], [one for _, one in reports]
         LossVerdict.of(evidence, firsts=step.part.firsts).check(None, 0)
         total = replicas.finish_sum(own, gradients)
@@ -344,16 +334,6 @@ class RankStream(Stream):
             self._summed = replicas.reducible(self._summed)
             self._digest = digest(self._summed)
             replicas.prepare_sum(self._summed, self._digest)
-
-    @staticmethod
-    def _evidence_of_stage(step: RankStreamStep) -> LossEvidence:
-        """Returns the evidence of this stage, for the other replicas, before its gradients are summed."""
-        report = step.report
-        assert report is not None
-        shares, check = report.shares.tolist(), step.loss_weighting
-        wrong = check.difference(shares.__getitem__)
-        wrong_means = check.difference(shares.__getitem__, means_only=True)
-        return LossEvidence(wrong, wrong_means, report.is_verified, report.is_verified, shares, dict(check.gradients))
 
     def _checked_loss(self, one: MiniBatch) -> torch.Tensor:
         step = _rank_step(one)
@@ -371,10 +351,7 @@ class RankStream(Stream):
 class RankTrainStream(TrainStream):
     """The losses of a stream over processes, on each rank. `pipe.train_stream` returns it.
 
-    All ranks iterate and get all losses. The rank of the first stage reads the inputs, the rank of the last stage the
-    targets; the stream ends with the inputs. If the rank of the first stage leaves the loop, the stream ends for all
-    ranks; another rank that leaves still runs its stage until then. With replicas, the first replica that ends ends the
-    stream for all.
+    See `DistributedPipeline` for what each rank reads, and who ends the stream.
 
     `applied` and `versions_held` are of the stage of this rank.
     """
@@ -431,6 +408,7 @@ class RankStreamLoop(StreamLoop):
 
     def _admit_next(self, context: CallerContext) -> None:
         check_can_stream_now()
+        self._read_call()
         if self._program is None:
             self._begin_segment(context)
         else:
@@ -438,9 +416,10 @@ class RankStreamLoop(StreamLoop):
 
     def _begin_segment(self, context: CallerContext) -> None:
         """Agrees with all ranks on the graph of the next mini-batch, and admits it; or ends the stream."""
-        inside = self._inside
-        self._read_call()
-        if not inside.group.connection.broadcast(self._have_all_one(), inside.leader, "the next mini-batch"):
+        inside, has_next = self._inside, False
+        if self._is_leader:
+            has_next = all(inside.group.replicas.all_gather(self._call is not None, NEXT_MINI_BATCH))
+        if not inside.group.connection.broadcast(has_next, inside.leader, "the next mini-batch"):
             self._is_over = True
             return
         with nullcontext() if self.stream is None else self.stream.at_rest():
@@ -456,36 +435,39 @@ class RankStreamLoop(StreamLoop):
         self._program = program
         self._admit(inputs, self.stream.begin_segment(inputs))
 
-    def _have_all_one(self) -> bool:
-        """Returns, on the leader, whether all replicas have another mini-batch; else the stream ends for all."""
-        if not self._is_leader:
-            return False
-        what = "the next mini-batches of the other replicas"
-        return all(self._inside.group.replicas.all_gather(self._call is not None, what))
-
     def _go_on(self, program: RankProgram) -> None:
         """Admits the next mini-batch of the segment, or ends it."""
-        assert self.stream is not None
-        self._read_call()
-        settled = self.stream.packets.pass_job(self._settled_job(program), self._read)
+        stream, inside, settled = self.stream, self._inside, None
+        assert stream is not None
+        if self._is_leader:
+            job, seed = None, self._seed_of_next()
+            try:
+                own = None if self._call is None else inside.find_known(self._call, seed)
+                job = inside.job_of(STREAM, own, seed) if own is not None and own.bound is program else None
+            except Exception as error:
+                self._end_reading(error)
+            start = None if job is None else stream.start_of(program, job.inputs)
+            part = inside.engine.replicas.begin_in_stream(start, program.combinations)
+            settled = None if job is None or part is None else (job, part)
+        settled = stream.packets.pass_job(settled, self._read)
         if settled is None:
-            self.stream.drain()
+            stream.drain()
             self._program = None
         else:
             job, part = settled
-            self._inside.check_call(job, STREAM)
-            self._admit(self._inside.inputs_of(job, None if self._call is None else [self._call]), part)
+            inside.check_call(job, STREAM)
+            self._admit(inside.inputs_of(job, None if self._call is None else [self._call]), part)
 
     def _admit(self, inputs: RankInputs, part: ReplicaPart) -> None:
         assert self.stream is not None
         inputs = self._inside.with_micro_batches(inputs, part.micro_batches // len(part.portions))
         target = self._call.target if self._call is not None else ()
-        if self._is_last and not self._is_leader:
-            target = self._read_target()
         if self._is_last:
+            target = target if self._is_leader else self._read_target()
             self._check_call(ModelCall((), {}, target))
         self._call = None
-        self.stream.admit_part(replace(inputs, targets=target), part)
+        self.stream.part = part
+        self.stream.admit(replace(inputs, targets=target))
         self._read += 1
 
     # -- mini-batches --------------------------------------------------------------------------------------------------
@@ -514,21 +496,6 @@ class RankStreamLoop(StreamLoop):
         if failure is not None:  # this mini-batch cannot be read, or cannot run
             self._call = None
             self._keep(failure)
-
-    def _settled_job(self, program: RankProgram) -> tuple[Job, ReplicaPart] | None:
-        """Returns the leader's message about its mini-batch; None on other ranks, or if the segment ends."""
-        if not self._is_leader:
-            return None
-        assert self.stream is not None
-        job = None
-        try:
-            if self._call is not None:
-                job = self._inside.job_at_hand(program, self._call, self._seed_of_next())
-        except Exception as error:
-            self._end_reading(error)
-        start = None if job is None else self.stream.start_of(program, job.inputs)
-        part = self.stream.settle_part(program, start)
-        return None if job is None or part is None else (job, part)
 
     def _read_target(self) -> tuple[Any, ...]:
         """Reads the next target on the rank of the last stage. Raises `ArgumentError` if none is left."""
