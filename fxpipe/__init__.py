@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from fxpipe.profiling import Profile, profile
     from fxpipe.rewriting.program import is_recomputing
     from fxpipe.tracing import trace
-    from fxpipe.tracing.record.cut_marker import cut
-    from fxpipe.tracing.record.opaque_call import leaf
+    from fxpipe.tracing.record.opaque_call import cut, leaf
     from fxpipe.utils.locks import is_planning
 
 __version__ = "0.1.0"
@@ -38,7 +37,7 @@ _HOMES = {
     "Plan": "fxpipe.planning.plans",
     "Tuning": "fxpipe.planning.tuning.tuning_result",
     "Profile": "fxpipe.profiling",
-    "cut": "fxpipe.tracing.record.cut_marker",
+    "cut": "fxpipe.tracing.record.opaque_call",
     "is_planning": "fxpipe.utils.locks",
     "is_recomputing": "fxpipe.rewriting.program",
     "leaf": "fxpipe.tracing.record.opaque_call",

@@ -471,8 +471,11 @@ RUNTIME = (
     ),
     Mutant(
         "tracing/record/opaque_call.py",
-        "getattr(replica, name)(*args, **kwargs)",
-        "method(replica, *args, **kwargs)",
+        "    def call(replica: nn.Module, a: tuple[Any, ...], k: dict[str, Any]) -> Any:\n"
+        "        return getattr(replica, method)(*a, **k) if",
+        "    own = getattr(type(module), method)\n\n"
+        "    def call(replica: nn.Module, a: tuple[Any, ...], k: dict[str, Any]) -> Any:\n"
+        "        return own(replica, *a, **k) if",
         "behaviour/test_whole.py::test_a_method_that_changes_later_is_the_one_that_runs",
     ),
     Mutant(
@@ -1288,7 +1291,7 @@ TRACING = (
         "attacks/test_inputs.py::test_minus_zero_is_another_number",
     ),
     Mutant(
-        "tracing/record/input_reads.py",
+        "tracing/record/recorded_sizes.py",
         "return bool(self.question(leaves) == self.answer)",
         "return True",
         "attacks/test_inputs.py::test_each_layout_has_its_graph",
@@ -1301,7 +1304,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/recorder.py",
-        "if seed != self._seed_of_generator or start in self._draw_starts:",
+        "if seed != self.seed_of_generator or start in self._draw_starts:",
         "if start in self._draw_starts:",
         "attacks/test_seeded_forward.py::test_a_forward_that_seeds_is_refused_with_its_line",
     ),

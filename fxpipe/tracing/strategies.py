@@ -26,12 +26,10 @@ from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import expectations_of, refuse_unguardable
 from fxpipe.tracing.imported_graph import trace_by_function
-from fxpipe.tracing.record.batch_numbers import record_with_batch_numbers
-from fxpipe.tracing.record.cut_marker import refuse_missed_marks
-from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, methods_to_keep
+from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, active, methods_to_keep
+from fxpipe.tracing.record.other_sizes import record_small_batch, record_with_batch_numbers
 from fxpipe.tracing.record.record_model import input_leaves, record
-from fxpipe.tracing.record.size_recorder import Disguise
-from fxpipe.tracing.record.small_batch import record_small_batch
+from fxpipe.tracing.record.recorded_sizes import Disguise
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.input_dims import candidate_dims, cut_elements, other_in_dims
 from fxpipe.tracing.trace_request import TraceRequest
@@ -132,8 +130,10 @@ def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
 def _import(request: TraceRequest) -> Traced:
     model = request.model
     assert not isinstance(request.tracer, str)
-    with refuse_missed_marks():
-        traced = trace_by_function(model, request.tracer, request.args, request.kwargs)
+    marks = active.missed_marks
+    traced = trace_by_function(model, request.tracer, request.args, request.kwargs)
+    if active.missed_marks != marks:
+        raise TraceError("fxpipe.cut() is seen by recording only; take the calls out, or cut by names (balance=[...])")
     # The attributes that forward reads are unknown: the graph depends on all of them.
     places = [(m.__dict__, name) for m in all_modules(model) for name in m.__dict__.keys() - MODULE_DICT_KEYS]
     state = PythonState(values=all_modules(model), places=places)

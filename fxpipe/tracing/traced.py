@@ -41,7 +41,7 @@ from fxpipe.tracing.cache_key import (
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeComparisons, SizeCondition
 from fxpipe.tracing.model_state import is_fixed
 from fxpipe.tracing.node_info import info, opaque_call_of
-from fxpipe.tracing.record.recorded_sizes import LayoutRead, SizeRead
+from fxpipe.tracing.record.recorded_sizes import InputRead, LayoutRead, SizeRead
 from fxpipe.tracing.tensors import slice_samples
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.locks import cancellation_point
@@ -52,7 +52,6 @@ from fxpipe.utils.pytree import is_plain_layout
 
 if TYPE_CHECKING:
     from fxpipe.tracing.guards import Guards
-    from fxpipe.tracing.record.input_reads import InputRead
     from fxpipe.tracing.verify.effects import Effects
 
 CALL_OPS = ("call_function", "call_method")

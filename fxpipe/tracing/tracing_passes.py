@@ -7,7 +7,7 @@ from dataclasses import replace
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
-from fxpipe.tracing.record.untracked_sizes import read_untracked_sizes
+from fxpipe.tracing.record.other_sizes import read_untracked_sizes
 from fxpipe.tracing.shapes.input_values import with_head
 from fxpipe.tracing.shapes.output_dims import of_any_sizes, read_by_python_only, without_tail
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes

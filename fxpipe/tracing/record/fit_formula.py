@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -36,18 +36,12 @@ def simplest_formula(points: Sequence[SizePoint]) -> SizeFormula | None:
     """Returns a line, or a line of whole numbers with floor division, that fits all points; None if none does."""
     if len(points) < 2 or not all(math.isfinite(number) for _, number in points):
         return None
-    return next((formula for formula in _candidates(points) if formula.fits(points)), None)
-
-
-def _candidates(points: Sequence[SizePoint]) -> Iterator[SizeFormula]:
     (x, v), (y, w) = ((size, Fraction(number)) for size, number in points[:2])
     slope = (w - v) / (y - x)
     start = v - slope * x
     divisor = math.lcm(slope.denominator, start.denominator)
     is_float = type(points[0][1]) is float
     line = SizeFormula(int(slope * divisor), int(start * divisor), divisor, is_float)
-    if divisor == 1 or is_float:
-        yield line
-    for of in () if is_float else _DIVISORS:
-        yield from (SizeFormula(1, over + of * (int(v) - (x + over) // of), of) for over in range(of))
-    yield line
+    parts = [SizeFormula(1, over + of * (int(v) - (x + over) // of), of) for of in _DIVISORS for over in range(of)]
+    formulas = [line] if is_float else [line, *parts] if divisor == 1 else [*parts, line]
+    return next((formula for formula in formulas if formula.fits(points)), None)

@@ -27,7 +27,7 @@ modules whose results are only known here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ from fxpipe.errors import StateError
 from fxpipe.tracing.model_state import Slot, preserve_state, slots_of, without_gradients
 from fxpipe.tracing.node_info import info, opaque_call_of, update_info
 from fxpipe.tracing.record.module_hooks import forward_of
-from fxpipe.tracing.record.opaque_call import OpaqueStateError, call_opaque, replica_of
+from fxpipe.tracing.record.opaque_call import OpaqueStateError, call_opaque, is_in_modules, replica_of
 from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.source_lines import line_of_function
@@ -80,17 +80,29 @@ class _SegmentStop(BaseException):
         self.name, self.arguments, self.state = name, (args, kwargs), ThreadState.now()
 
 
-def call_with_graph_break(
-    recorder: Recorder, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def call_with_graph_break(recorder: Recorder, module: nn.Module, path: str, /, *args: Any, **kwargs: Any) -> Any:
     """Runs a module's forward: recorded up to a call, then nodes that run its Python. Raises `CannotRecord`."""
     continued = recorder.graph_breaks[path]
-    names, results = _record_first_calls(recorder, module, path, args, kwargs)
-    stops = (
-        _large_modules(module)
-        if continued.may_split and _is_large_rest(recorder.model, module, names)
-        else frozenset[str]()
-    )
+    names: list[str] = []  # of the recorded calls
+    results: list[Any] = []
+
+    def add(name: str, result: Any) -> None:
+        names.append(name.removeprefix(f"{path}.") if path else name)
+        results.append(result)
+        if len(results) == continued.calls:
+            raise _BreakReached
+
+    if continued.calls:
+        recorder.listeners[path] = add
+        try:
+            with contextlib.suppress(_BreakReached):
+                forward_of(module)(*args, **kwargs)
+        finally:
+            del recorder.listeners[path]
+    rest = {id(t): t.numel() for slot, t in slots_of(module).items() if not is_in_modules(slot, names)}
+    most = MAX_OPAQUE_SHARE * sum(p.numel() for p in recorder.model.parameters())
+    is_split = continued.may_split and sum(rest.values()) > most
+    stops = _large_modules(module) if is_split else frozenset[str]()
     if not names and not stops:
         raise CannotRecord("there is nothing that could be recorded before it, or after it")
     shared, before = frozenset[Slot](), recorder.refusal
@@ -100,7 +112,10 @@ def call_with_graph_break(
             result = segment.record(recorder, path, continued.why, (tuple(results), args, kwargs))
         except Exception as error:
             recorder.refusal = before
-            raise _segment_error(path, error) from error
+            raise CannotRecord(
+                f"the rest of forward of {path or 'the model'!r} cannot be run as Python: {error}",
+                frozenset({path} - {""}),
+            ) from error
         if segment.end is None:
             return result
         with set_thread_state(segment.end.state):
@@ -109,50 +124,10 @@ def call_with_graph_break(
         shared = segment.shared
 
 
-def _record_first_calls(
-    recorder: Recorder, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[str], list[Any]]:
-    """Records forward up to the graph break; returns the names of the called modules, and their results."""
-    count = recorder.graph_breaks[path].calls
-    if not count:
-        return [], []
-    names: list[str] = []
-    results: list[Any] = []
-
-    def add(name: str, result: Any) -> None:
-        names.append(name.removeprefix(f"{path}.") if path else name)
-        results.append(result)
-        if len(results) == count:
-            raise _BreakReached
-
-    recorder.listeners[path] = add
-    try:
-        with contextlib.suppress(_BreakReached):
-            forward_of(module)(*args, **kwargs)
-    finally:
-        del recorder.listeners[path]
-    return names, results
-
-
-def _segment_error(path: str, error: Exception) -> CannotRecord:
-    return CannotRecord(
-        f"the rest of forward of {path or 'the model'!r} cannot be run as Python: {error}", frozenset({path} - {""})
-    )
-
-
-def _is_large_rest(model: nn.Module, module: nn.Module, called: Sequence[str]) -> bool:
-    rest = {id(t): t for slot, t in slots_of(module).items() if not _is_in_modules(slot, called)}
-    return sum(t.numel() for t in rest.values()) > MAX_OPAQUE_SHARE * sum(p.numel() for p in model.parameters())
-
-
 def _large_modules(module: nn.Module) -> frozenset[str]:
     least = LARGE_MODULE_SHARE * sum(p.numel() for p in module.parameters())
     inner = module.named_modules()
     return frozenset(path for path, m in inner if path and sum(p.numel() for p in m.parameters()) > least)
-
-
-def _is_in_modules(slot: Slot, names: Collection[str]) -> bool:
-    return any(slot.path == name or slot.path.startswith(f"{name}.") for name in names)
 
 
 @contextlib.contextmanager
@@ -175,20 +150,17 @@ def _unwritten(buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 
 class _Segment:
-    """Forward from its first line up to a call of one of `stops`, with the calls of `names` replaced by results.
-
-    `shared`: buffers that earlier segments read, perhaps in another stage, and that must not be written.
-    """
+    """Forward from its first line up to a call of one of `stops`, with the calls of `names` replaced by results."""
 
     def __init__(
         self, module: nn.Module, names: tuple[str, ...], first: int, stops: frozenset[str], shared: frozenset[Slot]
     ):
-        self.module, self.names, self.stops, self.shared = module, names, stops, shared
+        self.module, self.names, self.stops = module, names, stops
+        self.shared = (
+            shared  # buffers that earlier segments read, perhaps in another stage, and that must not be written
+        )
         self.first = first  # number of names that are called before any other module
-        self._left_out = {
-            *stops,
-            *(name for name in names if name in _large_modules(module)),
-        }  # unless the first run calls it
+        self._left_out = {*stops} | _large_modules(module).intersection(names)  # unless the first run calls it
         self.end: _SegmentEnd | None = None
         self._has_run = False
 
@@ -220,9 +192,8 @@ class _Segment:
             raise CannotRecord("it draws random numbers")
         if self.end is not None and any(isinstance(x, PackedSequence) for x in (*result[0], *result[1].values())):
             raise CannotRecord("it calls a module with a packed sequence, whose size depends on values")
-        if not info(node).written_storages.isdisjoint(
-            recorder.registry.storages.name(tensors[place]) for place, _ in read_only
-        ):
+        storages = {recorder.registry.storages.name(tensors[place]) for place, _ in read_only}
+        if storages & info(node).written_storages:
             raise CannotRecord("it changes a buffer that it reads before it calls other modules")
         call = opaque_call_of(node)
         call = replace(call, module=path, why=why, calls_before=self.names, recorded_calls=self.first)
@@ -230,12 +201,9 @@ class _Segment:
         return result
 
     def _slots_used(self, recorder: Recorder, arguments: SegmentArguments) -> tuple[Slot, ...]:
-        """Returns the tensors to pass: tensors outside the modules that do not run, and tensors used in a first run.
-
-        A segment before the last gets only the buffers that it uses: later writes must not reach an earlier stage.
-        """
+        """Returns the tensors to pass: tensors outside the modules that do not run, and tensors used in a first run."""
         slots = slots_of(self.module)
-        outside = [slot for slot in slots if not _is_in_modules(slot, self._left_out)]
+        outside = [slot for slot in slots if not is_in_modules(slot, self._left_out)]
         run = replica_of(recorder.model, self.module, (), self._run)
         copied = map_tensor_leaves(torch.clone, arguments)
         with (
@@ -246,7 +214,7 @@ class _Segment:
         ):
             run((), copied, {})
         used = set(map(id, opaque.known_tensors))
-        if self.end is not None:
+        if self.end is not None:  # later writes to other buffers must not reach an earlier stage
             outside = [slot for slot in outside if slot.kind == "parameter"]
         return tuple(slot for slot, tensor in slots.items() if slot in outside or id(tensor) in used)
 
@@ -274,14 +242,6 @@ class _Segment:
     def _answered(self, replica: nn.Module, answers: list[tuple[str, Any]]) -> Iterator[None]:
         """A block in which calls of modules return these results, and the next call of a stop raises."""
 
-        def run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            own = modules[name].__dict__
-            own.pop(COMPILED_CALL)
-            try:
-                return modules[name](*args, **kwargs)
-            finally:
-                own[COMPILED_CALL] = call_of(name)
-
         def call_of(name: str) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
                 if answers and answers[0][0] == name:
@@ -292,7 +252,12 @@ class _Segment:
                 if is_first or name in self.stops or (name in self._left_out and self._has_run):
                     raise StateError(self._other_calls(name))
                 self._left_out.discard(name)
-                return run(name, args, kwargs)
+                own = modules[name].__dict__
+                own.pop(COMPILED_CALL)
+                try:
+                    return modules[name](*args, **kwargs)
+                finally:
+                    own[COMPILED_CALL] = call
 
             return call
 

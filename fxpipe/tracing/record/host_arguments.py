@@ -6,7 +6,6 @@ for the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,21 +14,11 @@ from torch.overrides import TorchFunctionMode
 from fxpipe._torch.functions import opname
 
 # By function: index and name of the argument that must be on the CPU if it is a tensor.
-_HOST_PARAMETERS: Mapping[str, tuple[int, str]] = {
+_HOST_PARAMETERS = {
     "_pack_padded_sequence": (1, "lengths"),
     "_pad_packed_sequence": (1, "batch_sizes"),
     "tensor_split": (1, "tensor_indices_or_sections"),
 }
-
-
-def host_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Returns the tensor that a function requires on the CPU; None if there is none."""
-    parameter = _HOST_PARAMETERS.get(opname(function))
-    if parameter is None:
-        return None
-    place, name = parameter
-    value = args[place] if place < len(args) else kwargs.get(name)
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
@@ -43,9 +32,10 @@ class HostArgumentConversion(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        host = host_argument(func, args, kwargs)
-        self.has_found |= host is not None
-        if host is not None and is_on_device(host):
+        place, name = _HOST_PARAMETERS.get(opname(func), (0, ""))
+        host = args[place] if name and place < len(args) else kwargs.get(name)
+        self.has_found |= isinstance(host, torch.Tensor)
+        if isinstance(host, torch.Tensor) and is_on_device(host):
             there = host.cpu()
             args = tuple(there if value is host else value for value in args)
             kwargs = {key: there if value is host else value for key, value in kwargs.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -51,10 +51,7 @@ def leaf_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
 def changed_input_item(
     model: nn.Module, tree: Any, leaves: Sequence[InputLeaf], values: Sequence[Any], spec: pytree.TreeSpec
 ) -> str | None:
-    """Returns the item, as the user would write it, that forward added, removed or replaced in an input container.
-
-    `tree` is (args, kwargs) after forward, created from `leaves`, `values` and `spec`.
-    """
+    """Returns the item, as the user writes it, that forward added, removed or replaced in `tree`: (args, kwargs)."""
     paths, new_spec = flatten_with_paths(tree)
     now = {leaf_name(model, path): value for path, value in paths}
     old = {leaf.path: x if leaf.is_tensor else leaf.constant for leaf, x in zip(leaves, values, strict=True)}
@@ -106,18 +103,10 @@ def line_of_change(model: nn.Module, tree: Any, spec: pytree.TreeSpec, has_chang
         preserve_objects(spec),
         in_fake_mode(),
         NoSavedTensors(),
-        _sys_trace(enter),
+        contextlib.ExitStack() as stack,
         contextlib.suppress(Exception),
     ):
+        stack.callback(sys.settrace, sys.gettrace())
+        sys.settrace(enter)
         model(*args, **kwargs)
     return result
-
-
-@contextlib.contextmanager
-def _sys_trace(function: Any) -> Iterator[None]:
-    before = sys.gettrace()
-    sys.settrace(function)
-    try:
-        yield
-    finally:
-        sys.settrace(before)

@@ -130,7 +130,10 @@ def _created_items(snapshot: Snapshot) -> list[str] | None:
         if before.keys() - owner.keys():
             return None
         for key, value in owner.items():
-            if key in before and _is_no_creation(value, before[key]):
+            old = before.get(key, snapshot)
+            # A tensor that replaces another one is state, if that was not empty.
+            is_set = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and bool(old.numel())
+            if value is old or is_set or are_equal_plainly(value, old):
                 continue
             if isinstance(value, (nn.Module, nn.Parameter)) or (key in MODULE_DICT_KEYS):
                 return None
@@ -148,19 +151,10 @@ def _created_items(snapshot: Snapshot) -> list[str] | None:
     return created
 
 
-def _is_no_creation(value: Any, before: Any) -> bool:
-    """Returns whether a value is as before, or a tensor that replaces another one, which is state, not an empty one."""
-    is_set = isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor) and bool(before.numel())
-    return value is before or is_set or are_equal_plainly(value, before)
-
-
 def _values_agree(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return all(is_close(a, b) for a, b in zip(left, right, strict=True))
+    return len(left) == len(right) and all(map(is_close, left, right))
 
 
 def _calls_agree(left: _LazyCall, right: _LazyCall) -> bool:
-    if len(left.outputs) != len(right.outputs) or left.tensors.keys() != right.tensors.keys():
-        return False
-    return _values_agree(left.outputs, right.outputs) and _values_agree(
-        [*left.tensors.values()], [*right.tensors.values()]
-    )
+    values, others = ([*call.outputs, *call.tensors.values()] for call in (left, right))
+    return left.tensors.keys() == right.tensors.keys() and _values_agree(values, others)

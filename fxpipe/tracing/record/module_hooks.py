@@ -44,16 +44,15 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     return original_module(module) if is_compiled_module(module) else module.forward
 
 
-def has_own_call(model: nn.Module) -> bool:
-    return type(model).__call__ is not nn.Module.__call__
-
-
-def _refuse_hooks_beside_own_call(model: nn.Module) -> None:
-    if hooks := user_hooks_of(model):
+def _has_own_call(model: nn.Module) -> bool:
+    """Returns whether the class of a model has a `__call__`. Raises `StateError` if the model then has user hooks."""
+    is_own = type(model).__call__ is not nn.Module.__call__
+    if is_own and (hooks := user_hooks_of(model)):
         raise StateError(
             f"the model has the hook {hooks[0]!r}, and its class a __call__ of its own, which is part of the pipeline: "
             "the hook would not see what it sees in the model; put it on a module inside"
         )
+    return is_own
 
 
 def user_hooks_of(model: nn.Module) -> list[Any]:
@@ -63,12 +62,8 @@ def user_hooks_of(model: nn.Module) -> list[Any]:
 def run_with_user_hooks(
     model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs a model's user hooks around `run`, which runs the model for a mini-batch.
-
-    Raises `StateError` for a backward hook of the old kind, and for hooks on a class with a `__call__`.
-    """
-    if has_own_call(model):
-        _refuse_hooks_beside_own_call(model)
+    """Runs a model's user hooks around `run`, which runs the model for a mini-batch; `StateError` if it cannot."""
+    _has_own_call(model)
     if has_legacy_backward_hook(model):
         raise StateError(
             "the model has a hook by register_backward_hook, which sees the gradients of its last function only; use "
@@ -91,25 +86,18 @@ def run_with_user_hooks(
 
 
 def run_with_hooks(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    call: CallHook,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: nn.Module, forward: Callable[..., Any], call: CallHook, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Runs `forward` and the hooks around it as `nn.Module.__call__` does, each hook through `call`."""
-    arguments: tuple[Any, ...]
     for hook, with_kwargs in forward_pre_hooks_with_kwargs(module):
-        arguments = (args, kwargs) if with_kwargs else (args,)
-        replacement = call(hook, arguments)
+        replacement = call(hook, (args, kwargs) if with_kwargs else (args,))
         if replacement is not None and with_kwargs:
             args, kwargs = replacement
         elif replacement is not None:
             args = replacement if isinstance(replacement, tuple) else (replacement,)
     result = forward(*args, **kwargs)
     for hook, with_kwargs in forward_hooks_with_kwargs(module):
-        arguments = (args, kwargs, result) if with_kwargs else (args, result)
-        replacement = call(hook, arguments)
+        replacement = call(hook, (args, kwargs, result) if with_kwargs else (args, result))
         result = result if replacement is None else replacement
     return result
 
@@ -117,12 +105,8 @@ def run_with_hooks(
 def run_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
 ) -> Any:
-    """Calls a model, or `forward` instead of it, without the user's hooks on the model itself, as a pipeline does.
-
-    Raises `StateError` if the model has such hooks, and a `__call__` that would run them.
-    """
-    if forward is None and has_own_call(model):
-        _refuse_hooks_beside_own_call(model)
+    """Calls a model, or `forward` instead of it, without the user's hooks on the model itself, as a pipeline does."""
+    if forward is None and _has_own_call(model):
         return model(*args, **kwargs)
 
     def call(hook: Any, arguments: tuple[Any, ...]) -> Any:

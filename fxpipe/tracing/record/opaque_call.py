@@ -1,6 +1,7 @@
 """Opaque calls: Python that runs in every step, each call as one node of the graph.
 
-They are functions marked as leaves, hooks, functions transformed by `torch.func`, and opaque modules.
+They are functions marked as leaves, hooks, functions transformed by `torch.func`, and opaque modules. (`cut`, the
+other mark that users put into forward, is here too.)
 The node is a function of the tensors in its arguments, in any structure. The first run verifies this: its autograd
 graph must end in the arguments, and it must not touch other tensors of forward or of the model.
 """
@@ -9,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dis
 import functools
 import inspect
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below, version_of
 from fxpipe._torch.functions import PLAIN_TYPES
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, hook_stores, is_compiled_module, original_module
-from fxpipe.errors import StateError
+from fxpipe.errors import ArgumentError, StateError
 from fxpipe.tracing.model_state import (
     Slot,
     container_tensors,
@@ -45,7 +44,7 @@ from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import hidden_tensors, storage_of, tensors_in
 from fxpipe.utils.locks import call_in_forked_child
-from fxpipe.utils.python_objects import NotKept
+from fxpipe.utils.python_objects import NotKept, equal_values
 from fxpipe.utils.pytree import StructureError, flatten_dataclasses, leaves_by_structure
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,6 +54,7 @@ OpaqueRun = Callable[[Sequence[torch.Tensor], tuple[Any, ...], dict[str, Any]], 
 
 class _Active(threading.local):
     recorder: Recorder | None = None
+    missed_marks = 0  # calls of `cut` in this thread without a recorder
 
 
 active = _Active()
@@ -70,13 +70,6 @@ class OpaqueStateError(Exception):
 
 # Takes the place of lists and tuples inside the result of a module kept whole: those without a use may have any length.
 UNREAD_SEQUENCE = NotKept("sequence")
-
-
-def _without_sequences(result: Any) -> Any:
-    def is_sequence(value: Any) -> bool:
-        return value is not result and type(value) in (list, tuple)
-
-    return pytree.tree_map(lambda x: UNREAD_SEQUENCE if is_sequence(x) else x, result, is_leaf=is_sequence)
 
 
 def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -105,11 +98,7 @@ def call_function(
 ) -> tuple[Any, fx.Node]:
     """Calls a function as one node; see `call_opaque`."""
     recorder.sizes.read_captured(function)
-
-    def run(_: Sequence[torch.Tensor], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
-        return function(*a, **k)
-
-    return call_opaque(recorder, run, name, [], args, kwargs, in_module)
+    return call_opaque(recorder, lambda _, a, k: function(*a, **k), name, [], args, kwargs, in_module)
 
 
 def leaf(function: F) -> F:
@@ -132,6 +121,34 @@ def leaf(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def cut() -> None:
+    """Marks a position in `forward` at which a stage ends and the next one begins.
+
+        def forward(self, x):
+            for k, layer in enumerate(self.layers):
+                if k and k % 8 == 0:
+                    fxpipe.cut()
+                x = layer(x)
+            return x
+
+    Only planning uses marks; they do not change how the model runs. If there are fewer marks than cuts, the solver
+    chooses the others. Marks require a recorded graph (not one from `tracer=`).
+
+    Raises:
+        ArgumentError: the mark is inside an opaque node (an opaque module, a hook, a `fxpipe.leaf`).
+    """
+    recorder = active.recorder
+    if recorder is None:
+        active.missed_marks += 1
+        return
+    if recorder.paused:
+        where = f"module {recorder.module!r}" if recorder.module else "the model"
+        raise ArgumentError(
+            f"fxpipe.cut() stands in a part of {where} that runs as one node, where no stage can end; move it out"
+        )
+    recorder.marks.append(recorder.source)
+
+
 def call_opaque(
     recorder: Recorder,
     run: OpaqueRun,
@@ -139,17 +156,11 @@ def call_opaque(
     tensors: list[torch.Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    in_module: bool = False,
-    final: bool = True,
-    hookable: bool = True,
+    in_module: bool = False,  # the call can use outside tensors if the module around it is kept opaque
+    final: bool = True,  # the user requested the node, so a refusal ends the search
+    hookable: bool = True,  # the call may put hooks on tensors that nothing else has used so far
 ) -> tuple[Any, fx.Node]:
-    """Runs an opaque call and adds a node `name(tensors, leaves of the arguments)`, which returns the result's leaves.
-
-    Args:
-        in_module: the call can use outside tensors if the module around it is kept opaque.
-        final: the user requested the node, so a refusal ends the search.
-        hookable: the call may put hooks on tensors that nothing else has used so far.
-    """
+    """Runs an opaque call and adds a node `name(tensors, leaves of arguments)`, which returns the result's leaves."""
 
     def refuse(what: str, remedy: str) -> CannotRecord:
         error = recorder.refuse(f"runs {name}, kept whole, which {what}", remedy, whole=in_module)
@@ -209,7 +220,9 @@ def call_opaque(
         own = list(map(_parameter_copy, tensors))
         plain, ends = _cut_graph(leaves)
         storages = list(map(storage_of, own))
-        others = _tensors_not_given(recorder.model, [*own, *(x for x in plain if isinstance(x, torch.Tensor))])
+        given = {storage_of(t) for t in (*own, *plain) if isinstance(t, torch.Tensor)}
+        rest = [(s.name, t) for s, t in slots_of(recorder.model).items() if not t.is_inference()]
+        others = [(key, t, version_of(t)) for key, t in rest if storage_of(t) not in given]
         buffers = [(t, t.detach().clone()) for t in tensors if not is_fixed(t)]
     recorder.random.note_python()
     shared = [x for x, node in zip(plain, nodes, strict=True) if isinstance(x, torch.Tensor) and _is_used(node)]
@@ -218,18 +231,18 @@ def call_opaque(
         outputs, random, opaque = recorder.run_opaque(whole, (own, plain), {}, unhookable)
     except OpaqueStateError as error:
         raise refuse(str(error), error.remedy) from error
-    rolled = recorder.random.skip_python()
+    rolled = recorder.random.note_python(in_node=True)
     with recorder.pause():
         own_gradients = opaque.has_applied and _puts_gradients(recorder.model, outputs, [*own, *ends])
         external = _external_tensors(outputs, [*own, *ends])
-        if external and not any(recorder.name_of(t) for t in external):
+        if external and not any(recorder.names.own(t) for t in external):
             with recorder.random.ignore_draws():
                 copies = (
                     list(map(_parameter_copy, tensors)),
                     _cut_graph([x.clone() if isinstance(x, torch.Tensor) else x for x in leaves])[0],
                 )
                 again = recorder.run(whole, copies, {})[0]
-            recorder.random.skip_python()
+            recorder.random.note_python(in_node=True)
             external = [t for t in external if id(t) in {id(other) for other in _external_tensors(again, [])}]
         held = [(t, mine) for t, mine in zip(tensors, own, strict=True) if is_fixed(t)]  # `.data` has no version
         changed = [t for t, c in held if version_of(c) or not (t.requires_grad or equal_tensors(t, c))]
@@ -243,7 +256,7 @@ def call_opaque(
             "use tensors of the module itself (self.weight), or give them as arguments",
         )
     if changed:
-        raise refuse(*recorder.refusal_of_write(changed[0], recorder.name_of(changed[0]))[:2])
+        raise refuse(*recorder.refusal_of_write(changed[0], recorder.names.own(changed[0]))[:2])
     if written:
         raise refuse(f"writes to {written[0]!r} outside of it", "keep what it changes in a buffer (register_buffer)")
     if own_gradients:
@@ -327,24 +340,11 @@ def _cut_graph(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
 
 
 def _is_as_before(now: Any, before: Any) -> bool:
-    """Returns whether a leaf of the output equals the recording's; `before` is `torch.Tensor` for any tensor.
-
-    Objects without `__eq__` only need the same type.
-    """
+    """Returns whether a leaf of the output equals the recording's; `before` is `torch.Tensor` for any tensor."""
     if isinstance(now, torch.Tensor):
         return before is torch.Tensor
-    if type(now) is not type(before):
-        return False
-    if isinstance(now, NotKept) or getattr(type(now), "__eq__", None) is object.__eq__:
-        return True
-    same: Any = now == before
-    return bool(same.all()) if hasattr(same, "all") else bool(same) or now is before or (now != now) is True
-
-
-def _tensors_not_given(model: nn.Module, arguments: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
-    own = {storage_of(t) for t in arguments}
-    tensors = ((slot.name, tensor) for slot, tensor in slots_of(model).items() if not tensor.is_inference())
-    return [(name, tensor, version_of(tensor)) for name, tensor in tensors if storage_of(tensor) not in own]
+    has_no_equality = isinstance(now, NotKept) or getattr(type(now), "__eq__", None) is object.__eq__
+    return type(now) is type(before) if has_no_equality else equal_values(now, before)
 
 
 def _external_tensors(results: Sequence[Any], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -355,18 +355,14 @@ def _external_tensors(results: Sequence[Any], arguments: Sequence[torch.Tensor])
 
 
 def _puts_gradients(model: nn.Module, results: Sequence[Any], ends: Sequence[torch.Tensor]) -> bool:
-    """Returns whether the backward of the call puts gradients into leaves, where a stage does not find them.
-
-    The backward of an autograd.Function may run backward itself, as in reversible networks.
-    """
+    """Returns whether a backward puts gradients into leaves itself, as in reversible networks: no stage finds them."""
     roots = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
     leaves = [t for t in ends if t.requires_grad]
     if not roots or not leaves:
         return False
-    parameters = list(model.parameters())
     with preserve_rng(), without_gradients(model), contextlib.suppress(Exception):  # a step raises it again
         torch.autograd.grad(roots, leaves, list(map(torch.ones_like, roots)), retain_graph=True, allow_unused=True)
-        return any(t.grad is not None for t in (*parameters, *ends))
+        return any(t.grad is not None for t in (*model.parameters(), *ends))
     return False
 
 
@@ -374,7 +370,7 @@ def _tensor_names(recorder: Recorder, tensors: Sequence[torch.Tensor]) -> str:
     def name(tensor: torch.Tensor) -> str:
         if recorder.knows(tensor):
             return "a tensor that forward has made"
-        own = recorder.name_of(tensor)
+        own = recorder.names.own(tensor)
         return repr(own) if own is not None else "a tensor of its own"
 
     return ", ".join(sorted(set(map(name, tensors))))
@@ -382,11 +378,9 @@ def _tensor_names(recorder: Recorder, tensors: Sequence[torch.Tensor]) -> str:
 
 # -- opaque modules: one node for each call --------------------------------------------------------------------------
 #
-# A module is kept opaque if its Python must run each time: it reads values that only the stages have, draws Python's
-# random numbers, or uses `torch.func`. Its parameters and buffers are arguments of the node, so that the stage is a
-# pure function; a replica of the module holds them during a call. The replica is a deep copy, including methods bound
-# in `__init__` and modules in plain lists. It shares all objects without modules (tensors, configurations, locks,
-# hooks).
+# The Python of an opaque module must run each time: it reads values that only the stages have, draws Python's random
+# numbers, or uses `torch.func`. Its parameters and buffers are arguments of the node; a replica holds them during a
+# call: a deep copy, including methods bound in `__init__` and modules in plain lists, that shares all other objects.
 
 _locks_lock = threading.Lock()
 # A module that is called in two stages runs in one at a time: it may have no replica, and shares what it keeps.
@@ -398,78 +392,79 @@ LEAF_MODULE_REASON = "asked for by leaf_modules"
 def call_leaf_module(
     recorder: Recorder, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    slots = {slot: tensor for slot, tensor in slots_of(module).items() if not _is_made_anew(slot, tensor)}
-    recorder.stack.append(RunningModule.now(path, module))
+    recorder.stack.append(RunningModule(path, module))
     try:
         for inner in module.modules():
             _note_attributes(recorder, inner)
-        with recorder.pause():
-            run = replica_of(recorder.model, module, tuple(slots))
-        result, node = _call_whole(recorder, run, type(module).__name__, slots, recorder.whole[path], args, kwargs)
+        return _call_whole(recorder, module, recorder.whole[path], args, kwargs)
     finally:
         recorder.stack.pop()
-    update_info(node, opaque=replace(opaque_call_of(node), module=path, why=recorder.whole[path]))
-    return result
 
 
 def _call_whole(
     recorder: Recorder,
-    run: OpaqueRun,
-    name: str,
-    slots: Mapping[Slot, torch.Tensor],
+    module: nn.Module,
     why: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Any, fx.Node]:
+    method: str = "forward",
+) -> Any:
+    """Calls a module, or another method, which uses no modules inside, as one node."""
+    is_method = method != "forward"
+    slots = {s: t for s, t in slots_of(module).items() if not (_is_made_anew(s, t) or (is_method and s.path))}
+    inside = [name for name, _ in module.named_children() if is_method]
+
+    def call(replica: nn.Module, a: tuple[Any, ...], k: dict[str, Any]) -> Any:
+        return getattr(replica, method)(*a, **k) if is_method else replica(*a, **k)
+
+    with recorder.pause():
+        run = replica_of(recorder.model, module, tuple(slots), call, inside)
+
     def without_sequences(*arguments: Any) -> Any:
-        return _without_sequences(run(*arguments))
+        result = run(*arguments)
+
+        def is_sequence(value: Any) -> bool:
+            return value is not result and type(value) in (list, tuple)
+
+        return pytree.tree_map(lambda x: UNREAD_SEQUENCE if is_sequence(x) else x, result, is_leaf=is_sequence)
 
     function = run if recorder.options.reads_sequences else without_sequences
-    tensors = list(slots.values())
+    name, tensors = type(module).__name__ + (f"_{method}" if is_method else ""), list(slots.values())
     result, node = call_opaque(recorder, function, name, tensors, args, kwargs, final=why == LEAF_MODULE_REASON)
     recorder.hides_sequences |= any(leaf is UNREAD_SEQUENCE for leaf in pytree.tree_leaves(result))
-    return result, node
+    path = recorder.paths[id(module)]
+    update_info(node, opaque=replace(opaque_call_of(node), module=path, method=method, why=why))
+    return result
 
 
 # -- methods kept whole ------------------------------------------------------------------------------------------------
 #
-# If a module that is most of the model has to be kept whole, the cause may be one of its methods, such as the masks of
-# SpecAugment. Then its methods that use no modules inside are kept whole first.
+# If a module that is most of the model has to be kept whole, the cause may be one of its methods (as in SpecAugment).
+# So first those methods that use no modules inside are kept whole.
 
 
 def methods_to_keep(module: nn.Module, path: str) -> list[str]:
-    """Returns the paths of the methods that forward of a module calls, and that use no modules inside it."""
+    """Returns the paths of the methods that forward of a module may call, and that use no modules inside it."""
     kind, inside = type(module), {name for name, _ in module.named_children()}
-    names = [name for name in _attributes_of_self(kind.forward) if name not in {*vars(nn.Module), *vars(module)}]
-    whole = [name for name in names if _method(kind, name) and inside.isdisjoint(_attributes_used(kind, name))]
+    names = _names_used(kind, "forward") - {*vars(nn.Module), *vars(module)}
+    whole = [name for name in names if _method(kind, name) and inside.isdisjoint(_names_used(kind, name))]
     return [f"{path}.{name}".removeprefix(".") for name in sorted(whole)]
 
 
-def _method(kind: type[nn.Module], name: str) -> Callable[..., Any] | None:
+def _method(kind: type[nn.Module], name: str) -> FunctionType | None:
     method = inspect.getattr_static(kind, name, None)
     return method if isinstance(method, FunctionType) else None
 
 
-def _attributes_used(kind: type[nn.Module], name: str) -> set[str]:
-    """Returns the attributes of `self` that a method uses, or one that it calls."""
+def _names_used(kind: type[nn.Module], name: str) -> set[str]:
+    """Returns the names of attributes, of any object, and of globals that a method uses, or one that it calls."""
     seen, todo = {name}, [name]
     while todo:
         if (method := _method(kind, todo.pop())) is not None:
-            new = _attributes_of_self(method) - seen
+            new = set(getattr(inspect.unwrap(method), "__code__", method.__code__).co_names) - seen
             seen |= new
             todo += new
     return seen
-
-
-def _attributes_of_self(method: Callable[..., Any]) -> set[str]:
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    steps = itertools.pairwise(dis.get_instructions(code) if code is not None else ())
-    return {after.argval for one, after in steps if _is_self(one) and after.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-
-
-def _is_self(step: dis.Instruction) -> bool:
-    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # some steps load two variables
-    return step.opname.startswith("LOAD_FAST") and names[-1] == "self"
 
 
 def whole_methods(recorder: Recorder) -> list[tuple[Any, str, Any]]:
@@ -481,22 +476,13 @@ def whole_methods(recorder: Recorder) -> list[tuple[Any, str, Any]]:
 
 
 def _whole_method(recorder: Recorder, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def call_replica(replica: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return getattr(replica, name)(*args, **kwargs)
-
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        path = recorder.paths.get(id(module))
-        own = f"{path}.{name}".removeprefix(".")
+        own = f"{recorder.paths.get(id(module))}.{name}".removeprefix(".")
         if active.recorder is not recorder or recorder.paused or own not in recorder.whole:
             return method(module, *args, **kwargs)
-        slots = {s: tensor for s, tensor in slots_of(module).items() if not (s.path or _is_made_anew(s, tensor))}
-        inside = [inner for inner, _ in module.named_children()]
         _note_attributes(recorder, module)
         try:
-            with recorder.pause():
-                run = replica_of(recorder.model, module, tuple(slots), call_replica, inside)
-            label = f"{type(module).__name__}_{name}"
-            result, node = _call_whole(recorder, run, label, slots, recorder.whole[own], args, kwargs)
+            result = _call_whole(recorder, module, recorder.whole[own], args, kwargs, name)
             if not all(isinstance(leaf, (torch.Tensor, NoneType)) for leaf in pytree.tree_leaves(result)):
                 raise TypeError("it returns other values than tensors")  # these would have to stay the same
         except CannotRecord:
@@ -505,7 +491,6 @@ def _whole_method(recorder: Recorder, method: Callable[..., Any], name: str) -> 
             raise recorder.refuse(
                 f"runs {own!r}, kept whole, which raises {error!r}", "keep the module whole"
             ) from error
-        update_info(node, opaque=replace(opaque_call_of(node), module=path, method=name, why=recorder.whole[own]))
         return result
 
     return call
@@ -530,45 +515,40 @@ def replica_of(
     model: nn.Module,
     module: nn.Module,
     slots: tuple[Slot, ...],
-    forward: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] = lambda replica, args, kwargs: replica(
-        *args, **kwargs
-    ),
-    without: Sequence[str] = (),
+    forward: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any],
+    without: Sequence[str] = (),  # paths of inner modules whose tensors have no values unless passed
 ) -> OpaqueRun:
-    """Returns a function that runs `forward` of a replica of `module` on the tensors passed for its slots.
-
-    `without`: paths of inner modules whose tensors have no values unless passed.
-    """
+    """Returns a function that runs `forward` of a replica of `module` on the tensors passed for its slots."""
     tensors = [*slots_of(model).values(), *container_tensors(model).values()]
     memo: dict[int, Any] = {id(t): t for t in tensors}
     shared: list[tuple[str, str]] = []
     for path, inner in module.named_modules():
         for key, value in inner.__dict__.items():
+            is_plain = key not in MODULE_DICT_KEYS and not isinstance(value, torch.Tensor)
             if key.endswith("_hooks"):  # calls the user's hooks, not copies
                 memo[id(value)] = value
-            elif (
-                key not in MODULE_DICT_KEYS
-                and not isinstance(value, torch.Tensor)
-                and not any(True for _ in _modules_in(value))
-            ):
+            elif is_plain and not any(True for _ in _modules_in(value)):
                 memo[id(value)] = value
                 shared.append((path, key))
     try:
         replica = copy.deepcopy(module, memo)
-        _drop_values(replica, slots, without)
+        for slot, tensor in slots_of(replica).items():  # a use without a value is an error, not a lost gradient
+            if slot not in slots and is_in_modules(slot, without):
+                slot.store(replica)[slot.key] = torch.empty_like(tensor, device="meta")
     except Exception:  # the module cannot be copied, so it runs itself
         if without:
             raise
         replica = module
-    if replica is not module:
-        for inner in filter(is_compiled_module, replica.modules()):  # stages do not compile
-            inner.__dict__["forward"] = original_module(inner)
+    for inner in filter(is_compiled_module, replica.modules() if replica is not module else ()):
+        inner.__dict__["forward"] = original_module(inner)  # stages do not compile
     anew = {(slot.path, slot.key) for slot, tensor in slots_of(module).items() if _is_made_anew(slot, tensor)}
     pairs = [(replica.get_submodule(path), module.get_submodule(path), key) for path, key in shared]
     torchs = {path for path, m in module.named_modules() if type(m).__module__.startswith("torch.nn.")}  # an LSTM sorts
 
     def run(values: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _lock_of(module):
+        with _locks_lock:
+            lock = _locks.setdefault(module, threading.Lock())
+        with lock:
             for mine, theirs, key in pairs:
                 if key in theirs.__dict__:
                     mine.__dict__[key] = theirs.__dict__[key]
@@ -585,11 +565,12 @@ def replica_of(
             finally:
                 for slot, store, tensor in zip(slots, stores, kept, strict=True):
                     store[slot.key] = tensor
-                keys = [
-                    (path, key) for path, inner, attributes in before for key in _restore_attributes(inner, attributes)
+                changed = [
+                    key
+                    for path, inner, attributes in before
+                    for key in _restore_attributes(inner, attributes)
+                    if (path, key) not in anew and path not in torchs and key not in COMPUTATION_ATTRIBUTES
                 ]
-                changed = [key for path, key in keys if (path, key) not in anew and path not in torchs]
-                changed = [key for key in changed if key not in COMPUTATION_ATTRIBUTES]
                 for hook_store, before_run in hooks:  # which the next run puts on again, since it lacks their mark
                     for number in hook_store.keys() - before_run:
                         if is_computation_hook(hook_store[number]):
@@ -601,16 +582,8 @@ def replica_of(
     return run
 
 
-def _lock_of(module: nn.Module) -> threading.Lock:
-    with _locks_lock:
-        return _locks.setdefault(module, threading.Lock())
-
-
-def _drop_values(replica: nn.Module, slots: Collection[Slot], without: Sequence[str]) -> None:
-    """Removes the values of tensors that are not passed, so that their use is an error, not a lost gradient."""
-    for slot, tensor in slots_of(replica).items():
-        if slot not in slots and any(slot.path == path or slot.path.startswith(f"{path}.") for path in without):
-            slot.store(replica)[slot.key] = torch.empty_like(tensor, device="meta")
+def is_in_modules(slot: Slot, paths: Collection[str]) -> bool:
+    return any(slot.path == path or slot.path.startswith(f"{path}.") for path in paths)
 
 
 def _is_made_anew(slot: Slot, tensor: torch.Tensor) -> bool:

@@ -132,9 +132,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         *draws,
         *whole_methods(recorder),
         (builtins, "len", _length),
-        (storage, "nbytes", told_of(storage.nbytes)),
-        (storage, "__len__", told_of(storage.__len__)),
-        (storage, "data_ptr", told_of(storage.data_ptr)),
+        *((storage, name, told_of(getattr(storage, name))) for name in ("nbytes", "__len__", "data_ptr")),
         (nn.Module, "__getattribute__", getattribute),
         (nn.Module, "__setattr__", set_attribute),
         (nn.Module, "__call__", call),
@@ -143,7 +141,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         with (
             replaced(patches),
             intercept_vmap(vmap),
-            intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)),
+            intercept_apply(apply, _HiddenApplications(recorder, lambda: not is_elsewhere())),
             recorder.python_reads.follow(is_elsewhere),
         ):
             yield
@@ -171,11 +169,8 @@ def replaced(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 class _HiddenApplications:
     """Records an application that bypasses `apply`, from inside: when C++ calls forward."""
 
-    def __init__(self, recorder: Recorder, is_elsewhere: Callable[[], bool]):
-        self._recorder, self._is_elsewhere = recorder, is_elsewhere
-
-    def is_watching(self) -> bool:
-        return not self._is_elsewhere()
+    def __init__(self, recorder: Recorder, is_watching: Callable[[], bool]):
+        self._recorder, self.is_watching = recorder, is_watching
 
     # No model of the zoo: an alias of `Function.apply` of C's needs it (unit/_torch/test_autograd_functions.py).
     def forward(
@@ -191,7 +186,9 @@ class _HiddenApplications:
         returned = {id(t) for t in tensors_in((operands, kwargs)) if context} - kept
         with recorder.pause():
             result = pytree.tree_map_only(torch.Tensor, lambda t: t.view_as(t) if id(t) in returned else t, result)
-        node = _add_application(recorder, _apply, function, node_args, node_kwargs, result, random)
+        node = _add_application(
+            recorder, lambda f, *a, **k: f.apply(*a, **k), function, node_args, node_kwargs, result, random
+        )
         update_info(node, state=state)
         for tensor in tensors_in(result):  # C++ will set its grad_fn
             recorder.registry.expect_backward(tensor, function.__name__)
@@ -200,10 +197,6 @@ class _HiddenApplications:
     def setup_context(self, setup: Callable[..., Any], args: Any) -> Any:
         with self._recorder.pause():
             return setup(*args)
-
-
-def _apply(function: FunctionClass, *args: Any, **kwargs: Any) -> Any:
-    return function.apply(*args, **kwargs)
 
 
 def _add_application(
@@ -225,7 +218,12 @@ def _add_application(
 
 def _call_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _run_module(recorder, module, args, kwargs)
-    recorder.note_call(recorder.paths.get(id(module), recorder.module), result)
+    path, caller = recorder.paths.get(id(module), recorder.module), recorder.module
+    recorder.ended_modules.append(path)
+    if recorder.stack and path != caller:
+        recorder.calls[caller] += 1
+        if caller in recorder.listeners:
+            recorder.listeners[caller](path, result)
     return result
 
 
@@ -234,14 +232,16 @@ def _run_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kw
     if path in recorder.whole and recorder.paths.get(id(module)):
         return call_leaf_module(recorder, module, path, args, kwargs)
     recorder.random.note_python()
-    recorder.stack.append(RunningModule.now(path, module))
+    recorder.stack.append(RunningModule(path, module))
     try:
         forward = forward_of(module)
         if path in recorder.graph_breaks and recorder.paths.get(id(module)) == path:
-            forward = _forward_with_break(recorder, module, path)
+            forward = functools.partial(call_with_graph_break, recorder, module, path)
         if module is recorder.model:
             return run_model(module, args, kwargs, forward)
-        _refuse_backward_hooks(recorder, module)
+        *_, pre_hooks, backward_hooks = hook_stores(module)
+        if hooks := [*backward_hooks.values(), *pre_hooks.values()]:
+            raise recorder.refuse(f"has the backward hook {hooks[0]!r}", "remove it (hook.remove())")
 
         def call_one(hook: Any, arguments: tuple[Any, ...]) -> Any:
             is_of_model = recorder.options.records_hooks and id(getattr(hook, "__self__", None)) in recorder.paths
@@ -259,31 +259,10 @@ def _run_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kw
         recorder.stack.pop()
 
 
-def _forward_with_break(recorder: Recorder, module: nn.Module, path: str) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call_with_graph_break(recorder, module, path, args, kwargs)
-
-    return forward
-
-
-def _refuse_backward_hooks(recorder: Recorder, module: nn.Module) -> None:
-    *_, pre_hooks, backward_hooks = hook_stores(module)
-    hooks = [*backward_hooks.values(), *pre_hooks.values()]
-    if hooks:
-        is_inner = module is not recorder.model
-        raise recorder.refuse(
-            f"has the backward hook {hooks[0]!r}",
-            "remove it (hook.remove())" + ("" if is_inner else ", or put it on a module inside"),
-            whole=is_inner,
-        )
-
-
 # -- compile mode ------------------------------------------------------------------------------------------------------
 #
 # Many libraries read a mask and take a faster path if it hides nothing, but not while compiling. In this block, both
 # questions are answered yes in this thread: with `is_compiling` alone, some libraries call higher-order operators.
-
-_QUESTIONS = ("is_compiling", "is_exporting")
 
 
 @contextlib.contextmanager
@@ -293,6 +272,6 @@ def compile_mode() -> Iterator[None]:
     def answer(original: Callable[[], bool]) -> bool:
         return threading.get_ident() == here or original()
 
-    compiler = torch.compiler
-    with replaced([(compiler, name, functools.partial(answer, getattr(compiler, name))) for name in _QUESTIONS]):
+    questions = {name: getattr(torch.compiler, name) for name in ("is_compiling", "is_exporting")}
+    with replaced([(torch.compiler, name, functools.partial(answer, q)) for name, q in questions.items()]):
         yield

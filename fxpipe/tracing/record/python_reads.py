@@ -57,9 +57,7 @@ class PythonReads:
     def is_read_first(self, owner: dict[str, Any], name: str, is_read: bool = True, is_in_node: bool = False) -> bool:
         """Returns whether forward has read an attribute, or tried to, before it has set it. This use may be the first.
 
-        Args:
-            is_read: whether this use reads it.
-            is_in_node: whether this use is in Python that runs as a node, without what recorded code sets.
+        `is_in_node`: this use is in Python that runs as a node, without what recorded code sets.
         """
         key = (id(owner), name)
         if is_in_node:
@@ -68,10 +66,7 @@ class PythonReads:
 
     @contextlib.contextmanager
     def follow(self, is_elsewhere: Callable[[], bool]) -> Iterator[None]:
-        """A block that observes what this thread runs and reads, except if it `is_elsewhere`.
-
-        Excludes code that the garbage collector calls (`gc.callbacks`, finalizers).
-        """
+        """A block that observes what this thread runs and reads, without what the garbage collector calls."""
         thread, collects = threading.get_ident(), False
 
         def begin(phase: str, _: dict[str, int]) -> None:  # runs as the first callback

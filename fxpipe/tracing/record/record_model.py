@@ -19,10 +19,10 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.cache_key import requires_grad_flags, same_tensors, tensor_guards_of
 from fxpipe.tracing.fake_tensors import in_fake_mode
-from fxpipe.tracing.forward_rng import OwnGenerators
+from fxpipe.tracing.forward_rng import OwnGenerators, generator_states
 from fxpipe.tracing.interpreter import copy_as_leaf, copy_of_input
 from fxpipe.tracing.model_state import Snapshot, preserve_state
-from fxpipe.tracing.node_info import info
+from fxpipe.tracing.node_info import info, update_info
 from fxpipe.tracing.print_calls import end_first_run
 from fxpipe.tracing.record.input_containers import (
     argument_name,
@@ -34,9 +34,8 @@ from fxpipe.tracing.record.input_containers import (
 from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.opaque_call import UNREAD_SEQUENCE, methods_to_keep
 from fxpipe.tracing.record.patches import compile_mode, patch_for_recording
-from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS
-from fxpipe.tracing.record.recorder import Recorder
-from fxpipe.tracing.record.size_recorder import Disguise
+from fxpipe.tracing.record.recorded_sizes import LAYOUT, RECORDED, SIZE_FUNCTIONS, Disguise
+from fxpipe.tracing.record.recorder import Recorder, UnknownTensor
 from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_function
 from fxpipe.tracing.traced import PLAIN_RECORDING, InputLeaf, RecordingOptions, Traced, as_given, signature_of
@@ -52,16 +51,9 @@ from fxpipe.utils.pytree import (
     refuse_layout,
     refuse_own_attributes,
 )
-from fxpipe.utils.random_generators import comparison_seed
 
-_UnknownTensor = tuple[torch.Tensor, CannotRecord]  # with the error to raise if it is not a constant
-_ERASABLE = (  # nodes that are erased if unused
-    torch.empty,  # created by a checkpoint (torch 2.11; not 2.13)
-    "size",
-    "stride",
-    operator.getitem,
-    *SIZE_FUNCTIONS,
-)
+# Nodes that are erased if unused; a checkpoint creates `torch.empty` (torch 2.11; not 2.13).
+_ERASABLE = (torch.empty, "size", "stride", operator.getitem, *SIZE_FUNCTIONS)
 
 
 def input_leaves(
@@ -88,39 +80,30 @@ def record(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    options: RecordingOptions = PLAIN_RECORDING,
-    seed: int = 0,
-    disguised: Disguise = MappingProxyType({}),
+    options: RecordingOptions = PLAIN_RECORDING,  # the result has those that were needed
+    seed: int = 0,  # of the random numbers that forward draws and reads
+    disguised: Disguise = MappingProxyType({}),  # sizes that Python sees changed (`record.other_sizes`)
+    # (recorder, *args, **kwargs) -> output: runs instead of the model (a graph of it, created by other means).
     run: Callable[..., Any] | None = None,
-    held: Mapping[str, torch.Tensor] | None = None,
+    held: Mapping[str, torch.Tensor] | None = None,  # tensors, by name, that `run` holds and the model does not
 ) -> Traced:
     """Runs `model` once on the inputs and returns its graph. The model and all random states stay unchanged.
 
-    Args:
-        options: options for known obstacles; `Traced.recording_options` has those that were needed.
-        seed: seed of the random numbers that forward draws and reads.
-        disguised: sizes that Python sees changed (`record.untracked_sizes`).
-        run: (recorder, *args, **kwargs) -> output: runs instead of the model (a graph of it, created by other means).
-        held: tensors that `run` holds and the model does not, by name.
-
-    Raises:
-        CannotRecord: forward does something that a recording cannot represent; names the module, the user's line and
-            the remedy.
-        TraceError: forward does something that no graph can represent.
-        Exception: any error of the model on these inputs, with a note.
+    Raises `CannotRecord` if forward does something that a recording cannot represent, `TraceError` if no graph can, and
+    any error of the model on these inputs, with a note.
     """
     refuse_model(model)
     with progress("recording", None) as step, compile_mode() if options.in_compile_mode else contextlib.nullcontext():
         has_hooks = False
 
-        def attempt() -> tuple[Traced, list[_UnknownTensor]]:
+        def attempt() -> tuple[Traced, list[UnknownTensor]]:
             nonlocal options, has_hooks
             recorder = Recorder(model, options, held, seed, step)
             recorder.sizes.disguised = disguised
             try:
                 result = _record_once(recorder, args, kwargs, run)
                 has_hooks |= recorder.has_hooks
-                return result
+                return result, recorder.unknown_tensors
             except Exception as error:
                 is_drawn = "" in recorder.random.python_modules
                 if recorder.hides_sequences:
@@ -147,19 +130,17 @@ def record(
         traced, constants = attempt()
         if constants:
             for (tensor, error), (other, _) in zip(constants, attempt()[1], strict=True):
-                if tensor is not other and has_hooks and not options.records_hooks:  # a hook may have made it
-                    options = replace(options, records_hooks=True)
-                    return record(model, args, kwargs, options, seed, disguised, run, held)
-                if tensor is not other:
+                if tensor is other:
+                    continue
+                if not has_hooks or options.records_hooks:
                     raise error
+                options = replace(options, records_hooks=True)  # a hook may have made it
+                return record(model, args, kwargs, options, seed, disguised, run, held)
         return replace(traced, recording_options=options)
 
 
 def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], has_run: bool) -> None:
-    """Raises `CannotRecord` if each forward changes Python state, which would stay unchanged in steps.
-
-    `has_run`: whether the model has run since it was recorded.
-    """
+    """Raises `CannotRecord` if each forward changes Python state. `has_run`: the model has run since the recording."""
     state = traced.python_state
     if has_run and state.holds():
         return
@@ -179,32 +160,33 @@ def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str,
 
 def _record_once(
     recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None
-) -> tuple[Traced, list[_UnknownTensor]]:
-    """Returns the graph, and its tensors of unknown origin with the errors to raise if forward creates them."""
+) -> Traced:
     model = recorder.model
     model_flags = module_flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
     copies = as_given(leaves, map(copy_of_input, values))
-    input_reads = recorder.sizes.input_reads
-    input_reads.leaves, input_reads.paths = copies, [leaf.path for leaf in leaves]
+    recorder.sizes.input_leaves, recorder.sizes.input_paths = copies, [leaf.path for leaf in leaves]
     if run:
-        input_reads.ask_layouts(UNKNOWN_LINE)
+        recorder.sizes.ask(*LAYOUT, UNKNOWN_LINE)
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
-            recorder.placeholder(f"in_{place}", copy)
+            node = recorder.graph.placeholder(f"in_{place}")
+            update_info(node, recorded_rank=copy.dim())
+            if not recorder.knows(copy):  # the same tensor is already an earlier input
+                recorder.keep(copy, node)
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
     layouts = list(map(_layout, copies))
     own_generators = OwnGenerators(model)
     try:
         with preserve_state(model) as snapshot, preserve_objects(spec):
-            recorder.random.seed_generator(comparison_seed())
+            torch.default_generator.manual_seed(recorder.random.seed_of_generator)
             with in_fake_mode(), patch_for_recording(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
             recorder.origin = "", line_of_function(forward_of(model))
-            recorder.random.check_generator()
+            recorder.random.refuse_seeding(torch.default_generator.initial_seed(), generator_states())
             changed = changed_input_item(model, (run_args, run_kwargs), leaves, copies, spec)
             _refuse_reshaped(recorder, leaves, layouts, copies)
-            named = snapshot.assigned(recorder.read_names())
+            named = snapshot.assigned(recorder.attribute_nodes.keys())
             assigned = {name: recorder.node_of(tensor) for name, tensor in named.items()}
             tied = {name for name, tensor in named.items() if tensor.requires_grad}
             for name in [name for name in tied if not _depends_on_inputs(assigned[name])]:
@@ -221,11 +203,17 @@ def _record_once(
             raise recorder.refusal
         overwritten = _overwritten_attributes(snapshot, recorder) if recorder.options.may_overwrite else ()
         snapshot.refuse_changes(overwritten)
-        _refuse_refilled(snapshot, recorder)
+        for name in snapshot.refilled_containers:  # its tensors belong to this forward, not to the next
+            if any(constant.startswith(f"{name}.") for constant in recorder.constants):
+                raise CannotRecord(
+                    f"forward takes tensors out of {name!r} and puts others in: a graph cannot carry them from step to "
+                    "step; keep them in buffers (register_buffer)",
+                    is_final=True,
+                )
         if paths := recorder.random.python_modules:
             raise python_rng_error(frozenset() if "" in paths else frozenset(paths))
         outputs, out_spec = _flat_output(recorder, result)
-        recorder.graph.output((tuple(_output_argument(recorder, o) for o in outputs), assigned))
+        recorder.graph.output((outputs, assigned))
     except TraceError:
         raise
     except Exception as error:
@@ -250,8 +238,8 @@ def _record_once(
         tuple(recorder.sizes.reads),
         recorder.python_reads.state(),
         layout_reads=tuple(recorder.sizes.layout_reads.values()),
-        input_reads=tuple(input_reads.reads.values()),
-        attributes=tensor_guards_of(model, recorder.read_names() | recorder.sizes.names),
+        input_reads=tuple(recorder.sizes.input_reads.values()),
+        attributes=tensor_guards_of(model, recorder.attribute_nodes.keys() | recorder.sizes.names),
         requires_grad=requires_grad_flags(model) if recorder.asks_for_gradients else None,
         seed=recorder.random.seed,
         draws_from_stream=tuple(recorder.random.draws_from_stream),
@@ -263,7 +251,7 @@ def _record_once(
         overwritten=overwritten,
     )
     erase_unused_nodes(traced, keeping=("size", operator.getitem))  # sizes may still turn out to be data-dependent
-    return replace(traced, signature=signature_of(traced.graph)), recorder.unknown_tensors
+    return replace(traced, signature=signature_of(traced.graph))
 
 
 def _layout(value: Any) -> tuple[Any, ...]:
@@ -307,52 +295,41 @@ def _overwritten_attributes(snapshot: Snapshot, recorder: Recorder) -> tuple[str
     return tuple(names)
 
 
-def _refuse_refilled(snapshot: Snapshot, recorder: Recorder) -> None:
-    """Refuses a list that forward refills and reads: its tensors belong to this forward, not to the next."""
-    for name in snapshot.refilled_containers:
-        if any(constant.startswith(f"{name}.") for constant in recorder.constants):
-            raise CannotRecord(
-                f"forward takes tensors out of {name!r} and puts others in: a graph cannot carry them from step to "
-                "step; keep them in buffers (register_buffer)",
-                is_final=True,
-            )
+def _flat_output(recorder: Recorder, result: Any) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
+    """Returns the leaves of the output as arguments of the output node, and their tree."""
 
+    def is_recorded(value: Any) -> bool:
+        if isinstance(value, RECORDED):
+            return value.recorder is recorder.sizes
+        return isinstance(value, torch.Tensor) and recorder.knows(value)
 
-def _flat_output(recorder: Recorder, result: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    try:
-        leaves, spec = flatten_output(result, lambda item: _is_recorded(recorder, item))
-        if any(leaf is UNREAD_SEQUENCE for leaf in leaves):
+    def argument(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            node = recorder.node_of(value)
+            if not is_plain_layout(value):
+                raise CannotRecord(
+                    f"the model returns a tensor of the layout {value.layout}, made at {info(node).source}; outputs of "
+                    "micro-batches are put together as strided tensors: return to_dense() of it",
+                    is_final=True,
+                )
+            return node
+        if isinstance(value, RECORDED):
+            return recorder.node_argument(value)
+        if value is UNREAD_SEQUENCE:
             raise TraceError("the model returns a list or a tuple from inside the result of a module kept whole")
-        return leaves, spec
+        if contains_any(value, is_recorded):
+            raise TraceError(
+                f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and "
+                "cannot be taken apart; return tuples, lists, dicts or objects of a Python class, or register it "
+                f"({pytree.REGISTRATION})"
+            )
+        return value
+
+    try:
+        leaves, spec = flatten_output(result, is_recorded)
     except ArgumentError as error:
         raise TraceError(f"the model returns what cannot be an output of a graph: {error}") from error
-
-
-def _output_argument(recorder: Recorder, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        node = recorder.node_of(value)
-        if not is_plain_layout(value):
-            raise CannotRecord(
-                f"the model returns a tensor of the layout {value.layout}, made at {info(node).source}; outputs of "
-                "micro-batches are put together as strided tensors: return to_dense() of it",
-                is_final=True,
-            )
-        return node
-    if isinstance(value, RECORDED):
-        return recorder.node_argument(value)
-    if contains_any(value, lambda item: _is_recorded(recorder, item)):
-        raise TraceError(
-            f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and cannot be "
-            "taken apart; return tuples, lists, dicts or objects of a Python class, or register it "
-            f"({pytree.REGISTRATION})"
-        )
-    return value
-
-
-def _is_recorded(recorder: Recorder, value: Any) -> bool:
-    if isinstance(value, RECORDED):
-        return value.recorder is recorder.sizes
-    return isinstance(value, torch.Tensor) and recorder.knows(value)
+    return tuple(map(argument, leaves)), spec
 
 
 def erase_unused_nodes(traced: Traced, keeping: Collection[Any] = ()) -> None:

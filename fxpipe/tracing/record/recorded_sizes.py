@@ -6,17 +6,17 @@ again. Other operations (a comparison, `int(size)`, `size & 1`) return a plain v
 checked for other batch sizes when the symbolic value of the node is known.
 
 A recording cannot follow `range(size)` and `int(size)`: such numbers are found by recording at other sizes
-(`batch_numbers`), and the graph holds only for the compared sizes, since a number can be equal for several sizes
+(`other_sizes`), and the graph holds only for the compared sizes, since a number can be equal for several sizes
 (`h[: int(size) // 2 * 2]`). A size that depends on tensor values is guarded like any other read (`guards`).
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,13 @@ import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe.errors import ArgumentError
+from fxpipe.tracing.node_info import update_info
+from fxpipe.tracing.tensors import storage_of
 from fxpipe.utils.python_objects import captured_values
 
 if TYPE_CHECKING:
-    from fxpipe.tracing.record.size_recorder import SizeRecorder
+    from fxpipe.tracing.record.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,49 @@ class LayoutRead:
     where: str  # the user's source line
 
 
+@dataclass(frozen=True, slots=True)
+class InputRead:
+    """A question about the flattened inputs that does not depend on their sizes or values.
+
+    Forward is recorded on copies of its inputs; the graph holds for inputs with the same answer.
+    """
+
+    question: Callable[[Sequence[Any]], Any]
+    answer: Any
+    text: str
+    where: str  # the user's source line
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        return bool(self.question(leaves) == self.answer)
+
+
+def refuse_other_answers(reads: Sequence[InputRead], leaves: Sequence[Any]) -> None:
+    """Raises `ArgumentError` if the inputs answer differently from the copies on which forward was recorded."""
+    for read in reads:
+        if not read.holds(leaves):
+            raise ArgumentError(
+                f"forward asks for {read.text} at {read.where}, and for the tensors given the answer is another one "
+                "than for the copies on which it was traced; give copies (x.clone(), x.contiguous()), or ask outside "
+                "forward"
+            )
+
+
+def _layouts_of(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Returns the strides of each tensor; () for a contiguous one."""
+    return [() if leaf.is_contiguous() else leaf.stride() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _memory_of(leaves: Sequence[Any]) -> list[tuple[int, bool]]:
+    """Returns for each tensor the index of the first tensor in its storage, and whether it fills the storage."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    first = [storage_of(tensor) for tensor in tensors]
+    return [(first.index(storage_of(tensor)), tensor.untyped_storage().nbytes() == tensor.nbytes) for tensor in tensors]
+
+
+LAYOUT = _layouts_of, "the memory layout of its inputs"
+MEMORY = _memory_of, "the memory of its inputs"
+
+
 def length(tensor: torch.Tensor, dim: int) -> int:
     """Returns the size that `len` and iteration use: a number that Python uses untracked."""
     return tensor.size(dim)
@@ -64,33 +110,24 @@ def plain_number(size: int) -> int:
 
 
 def split_pieces(tensor: torch.Tensor, dim: int, size: int) -> int:
-    return int(_pieces_of_size(tensor.size(dim), size))
+    return int(PIECES[split_pieces](tensor.size(dim), size))
 
 
 def chunk_pieces(tensor: torch.Tensor, dim: int, chunks: int) -> int:
     """Returns the number of pieces that `chunk` makes, which can be fewer than requested."""
-    return int(_pieces_of_number(tensor.size(dim), chunks))
-
-
-def _pieces_of_size(whole: Any, size: Any) -> Any:
-    return -(-whole // size)
-
-
-def _pieces_of_number(whole: Any, chunks: Any) -> Any:
-    return _pieces_of_size(whole, _pieces_of_size(whole, chunks))
+    return int(PIECES[chunk_pieces](tensor.size(dim), chunks))
 
 
 # Formulas in sizes for the same functions.
 PIECES: dict[Callable[..., Any], Callable[[Any, Any], Any]] = {
-    split_pieces: _pieces_of_size,
-    chunk_pieces: _pieces_of_number,
+    split_pieces: lambda whole, size: -(-whole // size),
+    chunk_pieces: lambda whole, chunks: -(-whole // -(-whole // chunks)),
 }
 NOT_FOLLOWED = (length, plain_number, *PIECES)
 
 
 class _RecordedNumber:
-    """A number computed from sizes. Code that calls no method sees `shown`, which differs from `value` only in
-    `untracked_sizes`."""
+    """A number computed from sizes. Code that calls no method sees `shown`: `value`, if it is not disguised."""
 
     node: fx.Node
     recorder: SizeRecorder
@@ -100,10 +137,6 @@ class _RecordedNumber:
     @property
     def shown(self) -> Any:
         return self.plain.__pos__(self)  # type: ignore[operator]
-
-    @property
-    def is_recording(self) -> bool:
-        return self.recorder.recorder.recording
 
     def __pos__(self) -> Any:
         return self
@@ -133,8 +166,7 @@ class RecordedSize(_RecordedNumber, int):
         return size
 
     def __hash__(self) -> int:
-        if self.is_recording:
-            self.recorder.read_key(self)
+        self.recorder.read_key(self)
         return int.__hash__(self)
 
     def __neg__(self) -> int:
@@ -156,59 +188,39 @@ class RecordedSize(_RecordedNumber, int):
     numerator = property(_RecordedNumber.__pos__)
 
 
-class FloatForm(enum.Enum):
-    """The form of a formula. Sympy flattens a sum of sums, or a product of products, and then rounds differently than
-    Python."""
-
-    ATOM = "atom"
-    PRODUCT = "product"
-    SUM = "sum"
+# Forms of formulas. Sympy flattens a sum of sums, or a product of products, and then rounds differently than Python.
+_ATOM, _PRODUCT, _SUM = range(3)
 
 
 class RecordedFloat(_RecordedNumber, float):
-    """A float computed from sizes.
-
-    Its arithmetic adds nodes if sympy evaluates the formula like Python; else it returns a number and leaves a read.
-    """
+    """A float computed from sizes. Its arithmetic adds nodes if sympy evaluates it like Python, or leaves a read."""
 
     plain = float
     value: float
-    form: FloatForm
+    form: int
 
     def __new__(
-        cls, value: float, node: fx.Node, recorder: SizeRecorder, form: FloatForm, shown: float | None = None
+        cls, value: float, node: fx.Node, recorder: SizeRecorder, form: int, shown: float | None = None
     ) -> RecordedFloat:
         number = super().__new__(cls, value if shown is None else shown)
         number.value, number.node, number.recorder, number.form = value, node, recorder, form
         return number
 
     def __hash__(self) -> int:
-        if self.is_recording:
-            self.recorder.read(operator.eq, (self, self.value), True)
+        self.recorder.read(operator.eq, (self, self.value), True)
         return hash(self.shown)
 
     def __neg__(self) -> Any:
         return self._derived(operator.neg, functools.partial(RecordedFloat, form=self.form))
 
-    def __trunc__(self) -> Any:
-        return self._derived(math.trunc, RecordedSize)
-
-    def __floor__(self) -> Any:
-        return self._derived(math.floor, RecordedSize)
-
-    def __ceil__(self) -> Any:
-        return self._derived(math.ceil, RecordedSize)
-
     def __round__(self, digits: Any = None) -> Any:
         if digits is None:
             return self._derived(round, RecordedSize)
-        if self.is_recording:
-            self.recorder.read(round, (self, digits), round(self.value, digits))
+        self.recorder.read(round, (self, digits), round(self.value, digits))
         return round(self.shown, digits)
 
     def is_integer(self) -> bool:
-        whole: float = self.__floor__()
-        return self == whole
+        return self == math.floor(self)
 
     def _derived(self, function: Callable[[Any], Any], make: Callable[..., Any]) -> Any:
         if not self.recorder.follows(self):
@@ -216,16 +228,16 @@ class RecordedFloat(_RecordedNumber, float):
         node = self.recorder.add(function, self)
         return make(function(self.value), node, self.recorder, shown=function(self.shown))
 
+    __trunc__ = functools.partialmethod(_derived, math.trunc, RecordedSize)  # type: ignore[assignment]
+    __floor__ = functools.partialmethod(_derived, math.floor, RecordedSize)  # type: ignore[assignment]
+    __ceil__ = functools.partialmethod(_derived, math.ceil, RecordedSize)  # type: ignore[assignment]
+
 
 RECORDED = (RecordedSize, RecordedFloat)
 
 
 def plain_size(value: Any) -> Any:
     return value.value if isinstance(value, RECORDED) else value
-
-
-def _shown_value(value: Any) -> Any:
-    return value.shown if isinstance(value, RECORDED) else value
 
 
 def unwrap_sizes(value: Any) -> Any:
@@ -242,48 +254,25 @@ def unwrap_sizes(value: Any) -> Any:
 _NUMBERS = (int, float, torch.SymInt)  # only nested tensors have a SymInt, and they are refused
 _WHOLE = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
 
-SIZE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *_WHOLE,
-    operator.truediv,
-    operator.pow,
-    operator.neg,
-    math.trunc,
-    math.floor,
-    math.ceil,
-    round,
-)
+_ROUNDING: tuple[Callable[..., Any], ...] = (math.trunc, math.floor, math.ceil, round)
+SIZE_FUNCTIONS = (*_WHOLE, operator.truediv, operator.pow, operator.neg, *_ROUNDING)
 
 
 def _result(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Callable[..., Any] | None:
-    """Returns the constructor of the recorded result, (value, node, recorder, shown=); None if it is not followed."""
+    """Returns the constructor of the recorded result; None if sympy would evaluate the formula differently."""
     is_whole = isinstance(left, int) and isinstance(right, int)
-    exponent = right if function is operator.pow and not isinstance(right, RECORDED) else None
-    if is_whole and (function in _WHOLE or (exponent is not None and exponent >= 0)):
+    is_power = function is operator.pow and not isinstance(right, RECORDED)
+    if is_whole and (function in _WHOLE or (is_power and right >= 0)):
         return RecordedSize
-    form = _float_form(function, left, right)
+    forms = [getattr(one, "form", _ATOM) for one in (left, right) if isinstance(one, RECORDED)]
+    form = None
+    if function is operator.truediv or (is_power and not is_whole):
+        form = _ATOM
+    elif function is operator.mul and max(forms) == _ATOM:
+        form = _PRODUCT
+    elif function in (operator.add, operator.sub) and (max(forms) == _ATOM or forms == [_PRODUCT]):
+        form = _SUM
     return None if form is None else functools.partial(RecordedFloat, form=form)
-
-
-def _float_form(function: Callable[[Any, Any], Any], left: Any, right: Any) -> FloatForm | None:
-    """Returns the form of a formula that sympy evaluates like Python; None if it would differ."""
-    if function is operator.pow:
-        is_plain = not is_recorded(right) and isinstance(left, float) | isinstance(right, float)
-        return FloatForm.ATOM if is_plain else None
-    forms = {
-        one.form if isinstance(one, RecordedFloat) else FloatForm.ATOM for one in (left, right) if is_recorded(one)
-    }
-    if function is operator.truediv:
-        return FloatForm.ATOM
-    if function is operator.mul:
-        return FloatForm.PRODUCT if forms == {FloatForm.ATOM} else None
-    if function not in (operator.add, operator.sub) or FloatForm.SUM in forms:
-        return None
-    is_of_two = is_recorded(left) and is_recorded(right)
-    return None if FloatForm.PRODUCT in forms and is_of_two else FloatForm.SUM
-
-
-def is_recorded(value: Any) -> bool:
-    return isinstance(value, RECORDED)
 
 
 def _arithmetic_method(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[Any, Any], Any]:
@@ -301,7 +290,9 @@ def _arithmetic_method(function: Callable[[Any, Any], Any], swap: bool) -> Calla
         if make is None or not isinstance(value, (int, float)) or not math.isfinite(value):
             self.recorder.read(function, (left, right), value)
             return value
-        shown = function(_shown_value(left), _shown_value(right)) if self.recorder.disguised else value
+        shown = value
+        if self.recorder.disguised:
+            shown = function(*(one.shown if isinstance(one, RECORDED) else one for one in (left, right)))
         return make(value, self.recorder.add(function, left, right), self.recorder, shown=shown)
 
     return method
@@ -313,41 +304,26 @@ def _reading_method(function: Callable[..., Any], swap: bool = False) -> Callabl
             return NotImplemented
         operands = (*others, self) if swap else (self, *others)
         value = function(*map(plain_size, operands))
-        if self.is_recording and not isinstance(value, torch.SymInt):
+        if not isinstance(value, torch.SymInt):
             self.recorder.read(function, operands, value)
         return value
 
     return method
 
 
-def _mixed_method(kind: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method of sizes: for operands of other types, the size is a plain number."""
-    plain = getattr(kind, name)
-
-    def both(self: Any, *others: Any) -> Any:
-        result = method(self, *others)
-        return result if result is not NotImplemented else plain(plain_size(self), *map(plain_size, others))
-
-    return both
-
-
-def _add_methods(kind: type, name: str, method_of: Callable[..., Callable[..., Any]], swaps: bool = True) -> None:
-    function, name = getattr(operator, name), name.rstrip("_")
-    plain = kind.plain  # type: ignore[attr-defined]
-    setattr(kind, f"__{name}__", _mixed_method(plain, f"__{name}__", method_of(function, False)))
-    if swaps:
-        setattr(kind, f"__r{name}__", _mixed_method(plain, f"__r{name}__", method_of(function, True)))
-
-
 for _kind in RECORDED:
     for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
-        _add_methods(_kind, _name, _arithmetic_method)
+        for _prefix in ("", "r"):
+            _method = _arithmetic_method(getattr(operator, f"__{_name}__"), swap=bool(_prefix))
+            setattr(_kind, f"__{_prefix}{_name}__", _method)
     for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        _add_methods(_kind, _name, _reading_method, swaps=False)
+        setattr(_kind, f"__{_name}__", _reading_method(getattr(operator, _name)))
     for _function in (float, int, bool):
         setattr(_kind, f"__{_function.__name__}__", _reading_method(_function))
-for _name in ("lshift", "rshift", "and_", "or_", "xor"):
-    _add_methods(RecordedSize, _name, _reading_method)
+for _name in ("lshift", "rshift", "and", "or", "xor"):
+    for _prefix in ("", "r"):
+        _method = _reading_method(getattr(operator, f"__{_name}__"), swap=bool(_prefix))
+        setattr(RecordedSize, f"__{_prefix}{_name}__", _method)
 
 
 def _not_followed(kind: type, name: str) -> Callable[..., Any]:
@@ -364,11 +340,6 @@ for _name in ("bit_length", "bit_count", "to_bytes", "as_integer_ratio", "__str_
     setattr(RecordedSize, _name, _not_followed(int, _name))
 for _name in ("hex", "as_integer_ratio", "__str__", "__repr__", "__format__", "__divmod__", "__rdivmod__"):
     setattr(RecordedFloat, _name, _not_followed(float, _name))
-
-
-def captured_sizes(function: Any) -> Iterator[RecordedSize | RecordedFloat]:
-    """Yields the sizes in the closure of a function, which it keeps for later calls."""
-    return (value for value in captured_values(function) if isinstance(value, RECORDED))
 
 
 class RecordedShape(tuple[int, ...]):
@@ -394,3 +365,153 @@ class RecordedShape(tuple[int, ...]):
 pytree.register_pytree_node(
     RecordedShape, lambda shape: (list(shape), None), lambda sizes, _: torch.Size(sizes)
 )  # as an output
+
+
+# -- the recorder: the numbers that forward gets for shapes, and its conclusions from them ----------------------------
+
+Disguise = Mapping[tuple[str, int], int]  # name of a node and dimension -> how much larger Python sees the size
+TEXTS = ("texts of tensors", 0)  # a key of a disguise: the guise in which Python sees texts
+GUISES = range(11)
+
+
+def disguised_text(text: str, guise: int) -> str:
+    """Returns a text with other values: guise 0 inverts signs and truth values, the others change each digit.
+
+    The guises of a one-digit number include all other digits, and the guises of any number larger and smaller ones.
+    """
+    if guise == 0:
+        opposite = {"True": "False", "False": "True", "-": ""}
+        return re.sub(r"True|False|-(?=\d)|(?<![\d.e-])(?=\d)", lambda match: opposite.get(match[0], "-"), text)
+    digits = "0123456789"
+    return text.translate(str.maketrans(digits, digits[guise:] + digits[:guise] if guise < 10 else "9" * 10))
+
+
+class SizeRecorder:
+    """The sizes of one recording. Every recorded number refers to it."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self.disguised: Disguise = {}  # sizes that code outside the recording sees increased
+        self.reads: list[SizeRead] = []
+        self.layout_reads: dict[tuple[fx.Node, str], LayoutRead] = {}
+        self.input_leaves: Sequence[Any] = ()  # copies of the inputs
+        self.input_paths: Sequence[str] = ()
+        self.input_reads: dict[str, InputRead] = {}
+        self.names = set[str]()  # tensors of the model whose sizes forward has read
+        self.are_keys = False  # True if a size was used as a key
+        self.was_refused_as_key = False  # True if a size was used as a key, which options do not allow
+        self._nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
+        self.storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: storages that forward holds
+
+    # -- inputs, shapes and layouts of tensors -----------------------------------------------------------------------
+
+    def ask(self, question: Callable[[Sequence[Any]], Any], text: str, where: str = "") -> None:
+        if text not in self.input_reads:
+            with self.recorder.pause():
+                answer = question(self.input_leaves)
+            self.input_reads[text] = InputRead(question, answer, text, where or self.recorder.source)
+
+    def ask_about(self, tensor: Any, question: Callable[[Any], Any], name: str) -> None:
+        """Records a question about a tensor if it is an input: its number or bool, or whether it is not None."""
+        places = [place for place, leaf in enumerate(self.input_leaves) if leaf is tensor]
+
+        def answer(leaves: Sequence[Any]) -> Any:
+            value = question(leaves[places[0]])
+            return value if isinstance(value, (bool, int)) else value is not None
+
+        if places:
+            self.ask(answer, f"{name} of the input {self.input_paths[places[0]]}")
+
+    def of(self, tensor: torch.Tensor, method: str) -> tuple[int, ...]:
+        """Returns the sizes or strides of a tensor."""
+        numbers = tensor.shape if method == "size" else tensor.stride()
+        if not self.recorder.knows(tensor):
+            self._note_model_tensor(tensor)
+            return numbers  # a tensor of the model: other sizes need another graph
+        if method == "stride":
+            self.ask(*LAYOUT)
+        node, sizes = self.recorder.node_of(tensor), []
+        for dim, number in enumerate(numbers):
+            key = (node, method, dim)
+            if key not in self._nodes:
+                self._nodes[key] = self.recorder.add("call_method", method, (node, dim))
+                update_info(self._nodes[key], recorded_size=number)
+            shown = number + self.disguised.get((node.name, dim), 0)
+            sizes.append(RecordedSize(number, self._nodes[key], self, shown))
+        return RecordedShape(sizes)
+
+    def _note_model_tensor(self, tensor: torch.Tensor) -> None:
+        """Records that forward depends on the sizes of a tensor of the model."""
+        name = self.recorder.names.own(tensor)
+        if name is not None:
+            self.names.add(name)
+
+    def read_length(self, tensor: torch.Tensor, dim: int) -> None:
+        if not self.recorder.knows(tensor):
+            self._note_model_tensor(tensor)
+        elif -tensor.dim() <= dim < tensor.dim():
+            self.read(length, (tensor, dim % tensor.dim()), tensor.shape[dim])
+
+    def read_pieces(self, name: str, args: tuple[Any, ...], dim: int) -> None:
+        """Records the length of the list that `split` or `chunk` returns."""
+        tensor, size = args[0], (*args, None)[1]
+        function = {"split": split_pieces, "chunk": chunk_pieces}.get(name.removeprefix("unsafe_"))
+        is_known = self.recorder.knows(tensor) and -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] > 0
+        if function is None or not is_known or not isinstance(size, int) or size < 1:
+            self.read_length(tensor, dim)
+            return
+        where = dim % tensor.dim()
+        self.read(function, (tensor, where, size), function(tensor, where, plain_size(size)))
+
+    def read_layout(self, tensor: torch.Tensor, question: Callable[[torch.Tensor], Any], name: str) -> Any:
+        self.ask(*LAYOUT)
+        with self.recorder.pause():
+            answer = question(tensor)
+        if self.recorder.knows(tensor):
+            node = self.recorder.node_of(tensor)
+            self.layout_reads[node, name] = LayoutRead(node, question, answer, self.recorder.source)
+        else:
+            self._note_model_tensor(tensor)
+        return answer
+
+    def read_storage_bytes(self, storage: torch.UntypedStorage) -> None:
+        """Records that forward has read the bytes of a storage that it took from a tensor."""
+        if id(storage) in self.storages:
+            self.ask(*MEMORY)
+            self.read_layout(self.storages[id(storage)][1], lambda t: t.untyped_storage().nbytes(), "storage")
+
+    # -- what Python does with numbers -------------------------------------------------------------------------------
+
+    def add(self, function: Callable[..., Any], *operands: Any) -> fx.Node:
+        return self.recorder.add("call_function", function, tuple(map(self.recorder.node_argument, operands)))
+
+    def read(self, function: Callable[..., Any], operands: tuple[Any, ...], result: Any) -> None:
+        recorder = self.recorder
+        if recorder.recording:
+            nodes = tuple(map(recorder.node_argument, operands))
+            calls = recorder.calls[recorder.module]
+            self.reads.append(SizeRead(function, nodes, result, recorder.source, recorder.module, calls))
+
+    def read_plain(self, number: RecordedSize | RecordedFloat) -> None:
+        """Records that a size continues as a plain number."""
+        self.read(plain_number, (number,), number.value)
+
+    def follows(self, number: RecordedSize | RecordedFloat) -> bool:
+        """Returns whether arithmetic on a size adds nodes. In opaque calls a size is read as a plain number."""
+        if self.recorder.runs_opaque:
+            self.read_plain(number)
+        return self.recorder.recording and not self.recorder.runs_opaque
+
+    def read_captured(self, *functions: Any) -> None:
+        """Records sizes in closures of functions that run opaquely in every step: they are plain numbers there."""
+        for value in captured_values(functions):
+            if isinstance(value, RECORDED) and value.recorder is self:
+                self.read_plain(value)
+
+    def read_key(self, size: RecordedSize) -> None:
+        """Records that a size is a key: first an error, as for torch.SymInt, since many libraries then skip a cache."""
+        if self.recorder.recording and not self.recorder.options.hashes_sizes:
+            self.was_refused_as_key = True
+            raise TypeError("unhashable type: a recorded size")
+        self.are_keys = True  # a missing key is never compared with the size
+        self.read(operator.eq, (size, size.value), True)

@@ -19,7 +19,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -62,10 +62,8 @@ from fxpipe.tracing.forward_rng import (
 )
 from fxpipe.tracing.model_state import allow_writes, is_fixed, python_rng_state, same_python_rng_state
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
-from fxpipe.tracing.record.input_reads import INPUT_ATTRIBUTES, INPUT_METHODS, MEMORY_QUESTIONS
 from fxpipe.tracing.record.python_reads import PythonReads
-from fxpipe.tracing.record.recorded_sizes import RECORDED, unwrap_sizes
-from fxpipe.tracing.record.size_recorder import TEXTS, SizeRecorder, disguised_text
+from fxpipe.tracing.record.recorded_sizes import MEMORY, RECORDED, TEXTS, SizeRecorder, disguised_text, unwrap_sizes
 from fxpipe.tracing.record.tensor_registry import (
     NODE_PROBLEM,
     NODE_REMEDY,
@@ -79,28 +77,26 @@ from fxpipe.tracing.record.unrecordable import (
     CannotRecord,
     calls_before_effects,
     refusal_of_call,
-    written_parameter,
+    written_arguments,
 )
 from fxpipe.tracing.source_lines import is_check, user_line
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import PLAIN_RECORDING, RecordingOptions, TracedGraph
 from fxpipe.utils.progress import ProgressStep, ignore_progress
+from fxpipe.utils.random_generators import comparison_seed
 
-PARTIAL_HOOK = (
-    "puts a hook on a tensor that is given to what is kept whole and used before: the hook would see a part of the "
-    "gradient",
-    "put it on a tensor of its own (x = x.view_as(x); x.register_hook(...)), or do so in the module that makes x",
-)
+_MEMORY_QUESTIONS = frozenset("data_ptr is_set_to storage_offset".split())
+# Methods and attributes that describe one tensor.
+_INPUT_METHODS = frozenset("is_conj is_neg is_pinned is_shared _is_view".split())
+_INPUT_ATTRIBUTES = frozenset("_base _version is_leaf grad grad_fn retains_grad".split())
+UnknownTensor = tuple[torch.Tensor, CannotRecord]  # with the error to raise if it is not a constant
 
 
-class RunningModule(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RunningModule:
     path: str
     module: nn.Module
-    in_transform: bool  # True inside a torch.func transform
-
-    @classmethod
-    def now(cls, path: str, module: nn.Module) -> RunningModule:
-        return cls(path, module, is_in_functorch_transform())
+    in_transform: bool = field(default_factory=is_in_functorch_transform)  # True inside a torch.func transform
 
 
 @dataclass(slots=True)
@@ -122,20 +118,19 @@ class RandomRecorder:
         self.draws_from_stream: list[bool] = []  # for each draw, whether it came from the stream
         self.python_modules: set[str] = set()  # paths of modules that draw Python's random numbers
         self._python_state = python_rng_state()
-        self._seed_of_generator = torch.default_generator.initial_seed()
+        self.seed_of_generator = comparison_seed()  # of torch's during forward, in order to detect seeding there
         self._draw_starts = set[tuple[bytes, str]]()  # generator states in which a draw has begun
 
-    def note_python(self) -> None:
-        """Records, before another module runs, whether the current one drew Python's random numbers."""
-        now = python_rng_state()
-        if not same_python_rng_state(self._python_state, now):
-            self.python_modules.add(self.recorder.module)
-        self._python_state = now
+    def note_python(self, in_node: bool = False) -> bool:
+        """Records, before another module runs, whether the current one drew Python's random numbers; returns it.
 
-    def skip_python(self) -> bool:
-        """Ignores Python's draws since the last check: opaque calls repeat them. Returns whether there were any."""
+        `in_node`: they were drawn in an opaque call, which repeats them in each step.
+        """
         before, self._python_state = self._python_state, python_rng_state()
-        return not same_python_rng_state(before, self._python_state)
+        has_drawn = not same_python_rng_state(before, self._python_state)
+        if has_drawn and not in_node:
+            self.python_modules.add(self.recorder.module)
+        return has_drawn
 
     @contextlib.contextmanager
     def ignore_draws(self) -> Iterator[None]:
@@ -144,19 +139,10 @@ class RandomRecorder:
         yield
         del self.draws_from_stream[drawn:]
 
-    def seed_generator(self, seed: int) -> None:
-        """Seeds torch's generator before forward runs, in order to detect seeding in forward."""
-        torch.default_generator.manual_seed(seed)
-        self._seed_of_generator = seed
-
-    def check_generator(self) -> None:
-        """Raises `CannotRecord` if forward left torch's generator in a state that draws do not lead to."""
-        self.refuse_seeding(torch.default_generator.initial_seed(), generator_states())
-
     def refuse_seeding(self, seed: int, states: list[Any]) -> None:
-        """Raises `CannotRecord` if a draw began with another seed, or in a state in which another draw has begun."""
+        """Raises `CannotRecord` if a draw, or the end of forward, has another seed, or the state of an earlier draw."""
         start = None if is_faked() else (bytes(states[0].tolist()), repr(states[1:]))  # fake draws do not advance it
-        if seed != self._seed_of_generator or start in self._draw_starts:
+        if seed != self.seed_of_generator or start in self._draw_starts:
             raise self.recorder.refuse(
                 "seeds torch's random generator, or resets it (manual_seed, fork_rng, set_rng_state),",
                 "draw these numbers in __init__ and keep them (register_buffer), or in a module of their own that is "
@@ -174,17 +160,10 @@ class Recorder(TorchFunctionMode):
         self,
         model: nn.Module,
         options: RecordingOptions = PLAIN_RECORDING,
-        held: Mapping[str, torch.Tensor] | None = None,
-        seed: int = 0,
-        step: ProgressStep = ignore_progress,
+        held: Mapping[str, torch.Tensor] | None = None,  # constants of the graph: tensors of a replacement of the model
+        seed: int = 0,  # of the random numbers that forward draws and reads
+        step: ProgressStep = ignore_progress,  # called for each node
     ):
-        """
-        Args:
-            model: the recorded model.
-            held: tensors, by name, that a replacement of the model holds: constants of the graph.
-            seed: seed of the random numbers that forward draws and reads.
-            step: called for each node.
-        """
         super().__init__()
         self.model = model
         self.graph = TracedGraph()
@@ -202,9 +181,7 @@ class Recorder(TorchFunctionMode):
         self.hides_sequences = False  # True if lists or tuples of modules kept whole are hidden from forward
         self.writes_frozen = False  # True if forward writes to a frozen parameter, which only another recording can do
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that are not attributes of a module
-        self.unknown_tensors: list[
-            tuple[torch.Tensor, CannotRecord]
-        ] = []  # with the errors to raise if they are not constants
+        self.unknown_tensors: list[UnknownTensor] = []
         self.refusal: CannotRecord | None = None
         self.module_of_error: str | None = None
         self.origin: tuple[str, str] | None = None  # module path and source line, if the running code is not the user's
@@ -218,20 +195,17 @@ class Recorder(TorchFunctionMode):
         self.ended_modules: list[str] = []
         self.registry = TensorRegistry()
         self._forgetting = NoSavedTensors()
-        self._tensor_names = TensorNames(model, held or {})
-        self._attribute_nodes: dict[str, fx.Node] = {}
-        self._parameters = {
-            storage_address(p): name
-            for name, p in model.named_parameters()
-            if p.layout == torch.strided and is_fixed(p)
-        }
+        self.names = TensorNames(model, held or {})
+        self.attribute_nodes: dict[str, fx.Node] = {}  # by name of the tensor
+        fixed = [(p, name) for name, p in model.named_parameters() if p.layout == torch.strided and is_fixed(p)]
+        self._parameters = {storage_address(p): name for p, name in fixed}
         self._default_dtype = torch.get_default_dtype()
 
     def end(self) -> None:
         """Drops all values, since caches of libraries keep sizes alive."""
         self.recording = False
-        self.registry.clear()
-        self.sizes.end()
+        self.registry = TensorRegistry()
+        self.sizes.storages.clear()
 
     @property
     def module(self) -> str:
@@ -242,40 +216,27 @@ class Recorder(TorchFunctionMode):
     def source(self) -> str:
         return self.origin[1] if self.origin else user_line()
 
-    def note_call(self, path: str, result: Any) -> None:
-        self.ended_modules.append(path)
-        if not self.stack or path == self.module:
-            return
-        self.calls[self.module] += 1
-        if self.module in self.listeners:
-            self.listeners[self.module](path, result)
-
     # -- values to nodes ---------------------------------------------------------------------------------------------
-
-    def placeholder(self, name: str, tensor: torch.Tensor) -> None:
-        node = self.graph.placeholder(name)
-        update_info(node, recorded_rank=tensor.dim())
-        if not self.knows(tensor):  # the same tensor is already an earlier input
-            self.keep(tensor, node)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return self.registry.node(tensor) is not None
 
-    def read_names(self) -> frozenset[str]:
-        return frozenset(self._attribute_nodes)
-
-    def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Returns the name under which a module of the model holds a tensor."""
-        return self._tensor_names.own(tensor)
-
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         maker = self.registry.node(tensor)
         if maker is not None:
-            self._refuse_unexplained(tensor, maker)
+            if function := self.registry.unexpected_backward(tensor):
+                path = info(maker).module
+                self.refusal = self.refusal or CannotRecord(
+                    f"the model{f' in module {path!r}' if path else ''} applies {function} at {info(maker).source}, a "
+                    "function with a backward of its own, in a way that recording does not see: its inside would be "
+                    f"recorded instead; call {function}.apply, or a custom operator (torch.library)",
+                    frozenset({path}) if path else frozenset(),
+                )
+                raise self.refusal
             return maker
-        name = self._tensor_names.own(tensor)
+        name = self.names.own(tensor)
         if name is None:
-            name = self._tensor_names.other(tensor) or self._constant_name(tensor)
+            name = self.names.other(tensor) or self._constant_name(tensor)
             if tensor.requires_grad:
                 raise self.refuse(
                     f"uses {name!r}, a tensor that requires grad in a plain container",
@@ -283,11 +244,11 @@ class Recorder(TorchFunctionMode):
                     whole=False,
                 )
             self.constants[name] = tensor
-        if name not in self._attribute_nodes:
+        if name not in self.attribute_nodes:
             node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
             update_info(node, storages=frozenset({self.registry.storages.name(tensor)}))
-            self._attribute_nodes[name] = node
-        return self._attribute_nodes[name]
+            self.attribute_nodes[name] = node
+        return self.attribute_nodes[name]
 
     def _constant_name(self, tensor: torch.Tensor) -> str:
         """Returns a name for a tensor that neither the graph nor the model created."""
@@ -311,7 +272,7 @@ class Recorder(TorchFunctionMode):
             self.refusal = self.refusal or error
             raise error
         self.unknown_tensors.append((tensor, error))
-        return self._tensor_names.add(tensor)
+        return self.names.add(tensor)
 
     def node_argument(self, value: Any) -> Any:
         """Returns an argument of a node: nodes replace tensors and sizes, also in containers and slices."""
@@ -341,15 +302,9 @@ class Recorder(TorchFunctionMode):
         is_all_of_module = bool(self.stack) and is_torch_nn_leaf(self.stack[-1].module)
         label = label_of(path, opname(target), args, is_all_of_module)
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
-        known = NodeInfo(
-            source=self.source,
-            module=path,
-            state=ThreadState.now(),
-            recorded_at=RecordingPlace(self.calls[path], len(self.marks), len(self.ended_modules)),
-            written_storages=self._changed,
-        )
-        set_info(node, known)
-        self._changed = frozenset()
+        place = RecordingPlace(self.calls[path], len(self.marks), len(self.ended_modules))
+        state, written, self._changed = ThreadState.now(), self._changed, frozenset()
+        set_info(node, NodeInfo(self.source, path, state, place, written_storages=written))
         self._step()
         return node
 
@@ -365,9 +320,8 @@ class Recorder(TorchFunctionMode):
         elif isinstance(value, (Mapping, tuple, list)):
             for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
                 if any(True for _ in tensors_in(item)):
-                    part = self.graph.create_node(
-                        "call_function", operator.getitem, (node, key), name=f"{node.name}_{key}"
-                    )
+                    name = f"{node.name}_{key}"
+                    part = self.graph.create_node("call_function", operator.getitem, (node, key), name=name)
                     set_info(part, replace(info(node), rng=None, written_storages=frozenset()))
                     self.keep(item, part)
 
@@ -380,19 +334,19 @@ class Recorder(TorchFunctionMode):
         name = opname(func)
         if self.paused:
             return self._unrecorded(func, args, kwargs)
-        if name in MEMORY_QUESTIONS:
-            with self.pause():
-                self.sizes.input_reads.ask_memory(self.source)
-        if name in INPUT_METHODS:
-            self.sizes.input_reads.ask(args[0], lambda tensor: func(tensor, *args[1:], **kwargs), name, self.source)
+        if name in _MEMORY_QUESTIONS:
+            self.sizes.ask(*MEMORY)
+        if name in _INPUT_METHODS:
+            self.sizes.ask_about(args[0], lambda x: func(x, *args[1:], **kwargs), name)
             return self._plainly(func, args, kwargs)
         if name in STORAGE_METHODS and args[0].layout == torch.strided:
-            self.sizes.note_storage(args[0])
+            with self.pause():
+                storage = args[0].untyped_storage()
+            self.sizes.storages[id(storage)] = storage, args[0]
             return self._plainly(func, args, kwargs)
         if name in LAYOUT_QUESTIONS and args[0].layout == torch.strided:
-            return self.sizes.read_layout(
-                args[0], lambda tensor: func(tensor, *args[1:], **kwargs), f"{name}{args[1:]}{kwargs}"
-            )
+            question = f"{name}{args[1:]}{kwargs}"
+            return self.sizes.read_layout(args[0], lambda x: func(x, *args[1:], **kwargs), question)
         if name == "is_same_size" and len(args) == 2:
             return self.sizes.of(args[0], "size") == self.sizes.of(args[1], "size")
         if name in TEXT_METHODS:
@@ -425,7 +379,7 @@ class Recorder(TorchFunctionMode):
         if takes_only_arrays(args, kwargs):
             result, _ = self.run(func, args, kwargs)
             for tensor in tensors_in(result):
-                self._tensor_names.add(tensor)  # created by NumPy from values that were read, or from none
+                self.names.add(tensor)  # created by NumPy from values that were read, or from none
             return result
         node_args, node_kwargs = self.node_argument(args), self.node_argument(kwargs)
         result, random = self.run(func, args, kwargs)
@@ -494,12 +448,17 @@ class Recorder(TorchFunctionMode):
                     self.sizes.read_plain(leaf)
             name = opname(func)
             if name in TENSOR_HOOKS and self._is_unhookable(args[0]):
-                raise self._refuse_hook(*PARTIAL_HOOK)
+                raise self._refuse_hook(
+                    "puts a hook on a tensor that is given to what is kept whole and used before: the hook would see a "
+                    "part of the gradient",
+                    "put it on a tensor of its own (x = x.view_as(x); x.register_hook(...)), or do so in the module "
+                    "that makes x",
+                )
             if is_grad_fn_access(func, name) and self._is_unhookable(args[0]) and func(*args) is not None:
                 raise self._refuse_hook(NODE_PROBLEM, NODE_REMEDY)
         tensors = list(tensors_in((args, kwargs)))
         if self.opaque is not None:
-            self.opaque.known_tensors += [t for t in tensors if self.knows(t) or self.name_of(t)]
+            self.opaque.known_tensors += [t for t in tensors if self.knows(t) or self.names.own(t)]
         if tensors and not self.runs_opaque:
             return self._plainly(func, args, kwargs)
         before = generator_states()
@@ -566,18 +525,15 @@ class Recorder(TorchFunctionMode):
                 value = self.__torch_function__(torch.Tensor.detach, (), args[1:])
                 return self.__torch_function__(torch.Tensor.copy_, (), (args[0], value))
         if name == "__set__":
-            raise self.refuse(
-                f"sets the attribute `.{attribute}` of a tensor",
-                "use a function that gives a new tensor",
-                whole=self.knows(args[0]),
-            )
+            remedy = "use a function that gives a new tensor"
+            raise self.refuse(f"sets the attribute `.{attribute}` of a tensor", remedy, whole=self.knows(args[0]))
         if attribute == "shape":
             return self.sizes.of(args[0], "size")
         if attribute == "nbytes" and args[0].layout == torch.strided:
             return math.prod(self.sizes.of(args[0], "size")) * args[0].element_size()
         value = func(*args)
-        if attribute in INPUT_ATTRIBUTES:
-            self.sizes.input_reads.ask(args[0], func, attribute, self.source)
+        if attribute in _INPUT_ATTRIBUTES:
+            self.sizes.ask_about(args[0], func, attribute)
         self.asks_for_gradients |= attribute in GRADIENT_ATTRIBUTES
         if attribute == "grad" and value is not None:
             raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
@@ -625,32 +581,20 @@ class Recorder(TorchFunctionMode):
         error.is_final = error.modules <= self.whole.keys()
         return error
 
-    def _refuse_unexplained(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        name = self.registry.unexpected_backward(tensor)
-        if name is None:
-            return
-        path = info(node).module
-        self.refusal = self.refusal or CannotRecord(
-            f"the model{f' in module {path!r}' if path else ''} applies {name} at {info(node).source}, a function "
-            "with a backward of its own, in a way that recording does not see: its inside would be recorded instead; "
-            f"call {name}.apply, or a custom operator (torch.library)",
-            frozenset({path}) if path else frozenset(),
-        )
-        raise self.refusal
-
     def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
         in_transform = is_in_functorch_transform()  # it calls requires_grad_ internally
-        is_models = asks and not self.knows(args[0]) and (self.name_of(args[0]) or self._tensor_names.other(args[0]))
+        is_models = asks and not self.knows(args[0]) and (self.names.own(args[0]) or self.names.other(args[0]))
         if is_models and not in_transform:
             raise self.refuse("starts to ask for gradients in forward", "do so before the model is called", False)
         if torch.get_default_dtype() != self._default_dtype:
-            raise self.refuse(
-                "changes the default dtype", "do so outside forward, or pass dtype= to the functions", whole=False
-            )
+            remedy = "do so outside forward, or pass dtype= to the functions"
+            raise self.refuse("changes the default dtype", remedy, whole=False)
         refusal = refusal_of_call(func, name, args, kwargs)
-        if refusal is None and (written := written_parameter(func, args, kwargs, self._parameters)):
-            refusal = self.refusal_of_write(self.model.get_parameter(written), written)
+        written = [t for t in tensors_in(tuple(written_arguments(func, args, kwargs))) if t.layout == torch.strided]
+        for address in map(storage_address, written):
+            if refusal is None and (parameter := self._parameters.get(address)):
+                refusal = self.refusal_of_write(self.model.get_parameter(parameter), parameter)
         if refusal is not None:
             if name in TENSOR_HOOKS:
                 raise self._refuse_hook(refusal[0], refusal[1] + OPAQUE_REMEDY)

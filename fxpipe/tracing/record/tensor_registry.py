@@ -57,11 +57,6 @@ class TensorRegistry:
         name = custom_backward_name(tensor)
         return name if name != self._own_nodes.get(id(tensor)) else None
 
-    def clear(self) -> None:
-        self._nodes.clear()
-        self._own_nodes.clear()
-        self.storages = StorageNumbers()
-
 
 # Names under which a graph reads tensors that it did not create: tensors of the model and constants.
 

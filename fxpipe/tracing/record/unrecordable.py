@@ -17,27 +17,22 @@ from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.functions import opname, overload_writes
 from fxpipe._torch.module_internals import global_hooks
 from fxpipe._torch.operators import OpOverload
-from fxpipe._torch.tensor_data import storage_address
 from fxpipe.errors import TraceError
 from fxpipe.pipe.pipeline_class import class_of_model
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.tensors import tensors_in
 
 
 class CannotRecord(TraceError):
-    """Recording failed.
-
-    `modules`: paths of modules to keep opaque. `is_final`: no other method would help. `calls`: by path of a module
-    with a possible graph break, the number of its calls of other modules before it, which need not be repeated.
-    """
+    """Recording failed."""
 
     __module__, __qualname__ = "fxpipe.errors", "TraceError"  # the name that users catch and tracebacks show
 
     def __init__(
         self,
         message: str,
-        modules: frozenset[str] = frozenset(),
-        is_final: bool = False,
+        modules: frozenset[str] = frozenset(),  # paths of modules to keep opaque
+        is_final: bool = False,  # no other method would help
+        # By path of a module with a possible graph break: its calls of other modules before it, not to be repeated.
         calls: Mapping[str, int] | None = None,
     ):
         super().__init__(message)
@@ -56,42 +51,34 @@ def calls_before_effects(graph: fx.Graph, path: str, calls: int) -> int:
 
     A read of the samples counts: the graph would read the mini-batch's value, and Python after it the micro-batch's.
     """
-    own = [node for node in graph.nodes if info(node).module == path]
-    acting = [node for node in own if info(node).is_random or info(node).written_storages]
-    limits = [info(node).recorded_at.calls for node in acting]
-    of_samples = _of_samples(graph)
-    limits += [info(node).recorded_at.calls for node in own if info(node).is_guarded_read and node in of_samples]
-    return min([calls, *limits])
-
-
-def _of_samples(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes that depend on inputs by more than their sizes, except on 0-dim inputs, which are not split."""
+    # Nodes that depend on inputs by more than their sizes, except on 0-dim inputs, which are not split.
     dependent: set[fx.Node] = set()
-    written: set[int] = set()
+    written: set[int] = set()  # storages
     for node in graph.nodes:
+        known = info(node)
         if node.op == "placeholder":
-            is_of = info(node).recorded_rank != 0
+            is_of = known.recorded_rank != 0
         else:
             sources = node.all_input_nodes
-            is_size = node.target in ("size", "stride") and not info(node).is_data_dependent
+            is_size = node.target in ("size", "stride") and not known.is_data_dependent
             is_of = not is_size and any(n in dependent or not written.isdisjoint(info(n).storages) for n in sources)
             if is_of:
-                written |= info(node).written_storages
+                written |= known.written_storages
         if is_of:
             dependent.add(node)
-    return dependent
+        if known.module == path and (known.is_random or known.written_storages or (known.is_guarded_read and is_of)):
+            calls = min(calls, known.recorded_at.calls)
+    return calls
 
 
 def python_rng_error(modules: frozenset[str] = frozenset()) -> CannotRecord:
     """Returns the error if these modules, or the model itself if empty, draw Python's or NumPy's random numbers."""
-    instead = "draw with torch (torch.rand, torch.randint) instead"
-    if not modules:
-        instead += ", or in a module inside the model, which recording keeps whole (leaf_modules=[name or class])"
-    return CannotRecord(
-        "forward draws from Python's or numpy's random numbers, which would be the same ones in every step; " + instead,
-        modules,
-        is_final=not modules,
+    text = (
+        "forward draws from Python's or numpy's random numbers, which would be the same ones in every step; draw with "
+        "torch (torch.rand, torch.randint) instead"
     )
+    opaque = "" if modules else f"{OPAQUE_REMEDY} (leaf_modules=[name or class])"
+    return CannotRecord(text + opaque, modules, is_final=not modules)
 
 
 OPAQUE_REMEDY = ", or in a module inside the model, which recording keeps whole"
@@ -121,11 +108,9 @@ def written_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return
     if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace"):
         yield from args[:1] or tuple(kwargs.values())[:1]
-    if (
-        name in ("embedding", "embedding_bag")
-        and kwargs.get("max_norm", (*args, None, None, None, None)[3]) is not None
-    ):
-        yield from args[1:2]  # max_norm scales the rows in place
+    max_norm = kwargs.get("max_norm", (*args, None, None, None, None)[3])
+    if name in ("embedding", "embedding_bag") and max_norm is not None:
+        yield from args[1:2]  # it scales the rows in place
     yield kwargs.get("out")
 
 
@@ -136,17 +121,11 @@ def refusal_of_call(
     if name in _REFUSED:
         return _REFUSED[name], "do so outside forward", True
     if name == "requires_grad_" and not (*args[1:], *kwargs.values(), True)[0] and args[0].requires_grad:
-        return (
-            "switches off gradients of a tensor in forward",
-            "do so before the model is called, or use detach()",
-            False,
-        )
+        remedy = "do so before the model is called, or use detach()"
+        return "switches off gradients of a tensor in forward", remedy, False
     if isinstance(kwargs.get("generator"), torch.Generator):
-        return (
-            "draws from a random generator of its own",
-            "draw from torch's default one (leave out generator=)",
-            False,
-        )
+        remedy = "draw from torch's default one (leave out generator=)"
+        return "draws from a random generator of its own", remedy, False
     if name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
         return "runs autograd inside forward", f"do so outside forward{OPAQUE_REMEDY}", True
     if name == "_pack_padded_sequence":
@@ -166,16 +145,6 @@ def lost_by_import(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
     return what, remedy
 
 
-def written_parameter(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: dict[int, str]
-) -> str | None:
-    """Returns the name of the parameter that a call writes to, or None. `parameters`: names by storage."""
-    for tensor in tensors_in(tuple(written_arguments(function, args, kwargs))):
-        if tensor.layout == torch.strided and storage_address(tensor) in parameters:
-            return parameters[storage_address(tensor)]
-    return None
-
-
 # -- models that cannot be recorded, detected before anything runs ---------------------------------------------------
 
 DISTRIBUTED = (
@@ -186,17 +155,14 @@ DISTRIBUTED = (
 
 def refuse_model(model: nn.Module) -> None:
     """Raises `CannotRecord` with all problems of `model`."""
-    lines = [f"- {line}" for line in (*_global_hooks(), *_wrong_modules(model), *_wrong_tensors(model))]
+    lines = [f"- {line}" for line in _problems_of(model)]
     if lines:
         raise CannotRecord(f"{type(model).__name__} cannot be traced as it is:\n" + "\n".join(lines), is_final=True)
 
 
-def _global_hooks() -> Iterator[str]:
+def _problems_of(model: nn.Module) -> Iterator[str]:
     for _, hook in global_hooks():
         yield f"the hook {hook!r}, put on all modules, would not run in the pipeline; remove it (handle.remove())"
-
-
-def _wrong_modules(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         kind = type(module)
         name = f"module {path!r} ({kind.__name__})" if path else f"the model ({kind.__name__})"
@@ -210,18 +176,6 @@ def _wrong_modules(model: nn.Module) -> Iterator[str]:
             yield f"{name} {DISTRIBUTED}"
         elif kind.__module__.startswith(("torch.nn.parallel.", "torch.distributed.")):
             yield f"{name} is a wrapper for several processes or devices; use the module inside (wrapped.module)"
-
-
-def _has_distributed_class(kind: type[nn.Module]) -> bool:
-    """Returns whether a function of torch.distributed replaced the model's class in place."""
-    own = (base for base in kind.__bases__ if issubclass(base, nn.Module) and base is not nn.Module)
-    return kind.__module__.startswith("torch.distributed.") and any(own)
-
-
-_TENSOR_CLASSES = (nn.Parameter, FakeTensor)
-
-
-def _wrong_tensors(model: nn.Module) -> Iterator[str]:
     if not any(_has_distributed_class(type(module)) for module in model.modules()):  # else reported for the module
         for name, parameter in model.named_parameters():
             if type(parameter.data).__module__.startswith("torch.distributed.tensor"):
@@ -230,10 +184,16 @@ def _wrong_tensors(model: nn.Module) -> Iterator[str]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             yield f"{name!r} is not initialized; call the model once on example inputs first"
-        elif not issubclass(type(tensor), _TENSOR_CLASSES) and type(tensor) is not torch.Tensor:
+        elif not issubclass(type(tensor), (nn.Parameter, FakeTensor)) and type(tensor) is not torch.Tensor:
             yield (
                 f"{name!r} is a {type(tensor).__name__}, a class of its own, which stages do not know; make it a plain "
                 "tensor (as_subclass(torch.Tensor)), or let the class be a subclass of nn.Parameter"
             )
         elif tensor.is_inference():
             yield f"{name!r} was made in inference mode and cannot be changed any more; make the model outside of it"
+
+
+def _has_distributed_class(kind: type[nn.Module]) -> bool:
+    """Returns whether a function of torch.distributed replaced the model's class in place."""
+    own = (base for base in kind.__bases__ if issubclass(base, nn.Module) and base is not nn.Module)
+    return kind.__module__.startswith("torch.distributed.") and any(own)

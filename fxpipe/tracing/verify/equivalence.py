@@ -1,7 +1,7 @@
 """Compares every graph with its model, on real values and at the sizes that will run.
 
 Other sizes show what a recording can miss: a loop over the batch, a branch on a size, a value treated as a constant. If
-only a part of the samples was recorded, disguised sizes have shown these (`record.untracked_sizes`).
+only a part of the samples was recorded, disguised sizes have shown these (`record.other_sizes`).
 
 A graph with correct outputs can still be wrong: symbolic tracing loses the backward of an `autograd.Function`, and the
 second call reads state of the first, in buffers or hidden in an object or a global. So, on a few samples,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.errors import TraceError
-from fxpipe.tracing.record import small_batch as on_a_part
+from fxpipe.tracing.record import other_sizes as on_a_part
 
 DEPTH, BATCH, WIDTH = 24, 8, 32
 

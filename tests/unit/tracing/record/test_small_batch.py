@@ -12,7 +12,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.record import small_batch as on_a_part
+from fxpipe.tracing.record import other_sizes as on_a_part
 from fxpipe.tracing.tensors import has_values
 
 EXAMPLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))

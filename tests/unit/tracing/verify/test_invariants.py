@@ -19,8 +19,8 @@ from fxpipe.errors import InternalError
 from fxpipe.tracing import Traced
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
 from fxpipe.tracing.node_info import update_info
+from fxpipe.tracing.record.other_sizes import read_untracked_sizes
 from fxpipe.tracing.record.record_model import input_leaves, record
-from fxpipe.tracing.record.untracked_sizes import read_untracked_sizes
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.verify.effects import effects_of, observe_run
 from fxpipe.tracing.verify.invariants import check_invariants, find_faults

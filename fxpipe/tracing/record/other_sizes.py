@@ -1,7 +1,7 @@
-"""Finds plain numbers that depend on the batch size by comparing recordings at several sizes.
+"""Recordings at other sizes find numbers that depend on a size without being tracked.
 
 A recording cannot follow `int(x.shape[0])` or `[0] * x.shape[0]` (`recorded_sizes`): its graph has a plain number. If a
-graph is wrong at another size, the model is recorded again with other numbers of samples:
+graph is wrong at another batch size, the model is recorded again with other numbers of samples:
 
     4 samples   view(lin, 4, 2, 3)   div(view, 4.0)
     5 samples   view(lin, 5, 2, 3)   div(view, 5.0)
@@ -17,23 +17,32 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 from torch import fx
 from torch.fx.node import map_aggregate
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe.tracing.model_state import equal_tensors
+from fxpipe._torch.module_internals import hook_stores
+from fxpipe.tracing.dynamic_sizes import FixedSizeError
+from fxpipe.tracing.fake_tensors import is_faked
+from fxpipe.tracing.model_state import container_tensors, equal_tensors
 from fxpipe.tracing.node_info import info, set_info, value_read_of
 from fxpipe.tracing.record.fit_formula import Number, SizePoint, simplest_formula
-from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.record.module_hooks import is_computation_hook
+from fxpipe.tracing.record.record_model import erase_unused_nodes, input_leaves
+from fxpipe.tracing.record.recorded_sizes import GUISES, TEXTS, Disguise, SizeRead, length
+from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.shapes.input_dims import candidate_dims
-from fxpipe.tracing.shapes.symbolic_shapes import SIZE_RELATIONS
+from fxpipe.tracing.shapes.symbolic_shapes import SIZE_RELATIONS, add_size_read
+from fxpipe.tracing.tensors import slice_samples
 from fxpipe.tracing.trace_request import TraceRequest
-from fxpipe.tracing.traced import CALL_OPS, Traced
+from fxpipe.tracing.traced import CALL_OPS, Traced, runs_python
 from fxpipe.tracing.verify.equivalence import take_samples
-from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
+from fxpipe.utils.batch_split import largest_micro_batch, micro_batch_sizes, rows_per_sample, samples_along
 from fxpipe.utils.python_objects import equal_values
 from fxpipe.utils.pytree import flatten, redefined_class
 
@@ -61,8 +70,8 @@ def record_with_batch_numbers(request: TraceRequest, record_on: RecordFunction) 
         except CannotRecord as failure:
             error = error or failure
             continue
-        numbers = [tuple(numbers_in(traced)) for traced in recordings.values()]
-        if not all(map(same_numbers, numbers, numbers[1:])):
+        numbers = [_numbers_in(traced) for traced in recordings.values()]
+        if not all(map(equal_values, numbers, numbers[1:])):
             halves = {(batch + 1) // 2, batch // 2}  # to compare outputs
             columns = zip(*numbers, strict=True)
             points = [list(zip(recordings, column, strict=True)) for column in columns]
@@ -96,21 +105,23 @@ def _batch_candidates(traced: Traced, in_dims: Any) -> Iterator[list[int | None]
 def _record_at_sizes(
     base: Traced, leaves: Sequence[Any], batch: int, needed: set[int], record_on: RecordFunction
 ) -> tuple[dict[int, Traced], CannotRecord | None]:
-    """Returns recordings of the same functions, by size, and an error if the model runs others at some size.
-
-    Raises the error if the size is needed.
-    """
+    """Returns recordings of the same functions, by size, and an error if a size has others; raises it if needed."""
     recordings = {batch: base}
     problem: CannotRecord | None = None
     failures = 0  # sizes at which the model fails or needs another graph
-    for size in _sizes_to_record(batch, needed):
+    least = min(needed)
+    # Sizes of micro-batches, of halves (to compare outputs), then small ones.
+    sizes = [*sorted(needed), (batch + 1) // 2, batch // 2, least + 1, least + 2, least + 3, batch + 1, batch + 2]
+    for size in dict.fromkeys((*sizes, 2 * batch, 3 * batch)):
         if failures == MAX_FAILURES or len(recordings) >= len(needed) + MAX_SIZES:
             break
+        if size in (0, batch):
+            continue
         other = _record_samples(base, leaves, batch, size, record_on)
         if other is None:
             failures += 1
-        elif same_size_reads(base, other):
-            difference = first_difference(base, other)
+        elif _same_size_reads(base, other):
+            difference = _first_difference(base, other)
             if difference is None:
                 recordings[size] = other
                 continue
@@ -123,20 +134,8 @@ def _record_at_sizes(
 
 def is_same_recording(left: Traced, right: Traced) -> bool:
     """Returns whether both recordings have the same functions, numbers and read values."""
-    numbers, others = tuple(numbers_in(left)), tuple(numbers_in(right))
-    is_same = first_difference(left, right) is None and same_value_reads(left, right)
-    return is_same and len(numbers) == len(others) and same_numbers(numbers, others)
-
-
-def same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
-    return all(map(equal_values, left, right))
-
-
-def _sizes_to_record(batch: int, needed: set[int]) -> list[int]:
-    """Returns the sizes to record, in order: of micro-batches, of halves (to compare outputs), then small ones."""
-    least = min(needed)
-    wanted = [*sorted(needed), (batch + 1) // 2, batch // 2, least + 1, least + 2, least + 3, batch + 1, batch + 2]
-    return [size for size in dict.fromkeys((*wanted, 2 * batch, 3 * batch)) if size not in (0, batch)]
+    is_same = _first_difference(left, right) is None and same_value_reads(left, right)
+    return is_same and equal_values(_numbers_in(left), _numbers_in(right))
 
 
 def _record_samples(
@@ -160,7 +159,7 @@ def same_value_reads(base: Traced, other: Traced, if_counts_differ: bool = False
     return all(map(equal_values, reads, others)) if len(reads) == len(others) else if_counts_differ
 
 
-def same_size_reads(base: Traced, other: Traced) -> bool:
+def _same_size_reads(base: Traced, other: Traced) -> bool:
     """Returns whether all comparisons of recorded sizes had the same results."""
     reads, others = (
         [(r.function, r.result, r.where) for r in t.size_reads if r.function in SIZE_RELATIONS or r.function is bool]
@@ -169,7 +168,7 @@ def same_size_reads(base: Traced, other: Traced) -> bool:
     return all(map(operator.eq, reads, others))
 
 
-def first_difference(base: Traced, other: Traced) -> tuple[fx.Node, fx.Node] | None:
+def _first_difference(base: Traced, other: Traced) -> tuple[fx.Node, fx.Node] | None:
     """Returns the first nodes in which two recordings differ in more than numbers; None if there are none."""
     order = {node: number for traced in (base, other) for number, node in enumerate(traced.graph.nodes)}
     for node, another in zip(base.graph.nodes, other.graph.nodes, strict=False):
@@ -197,7 +196,8 @@ def _other_functions_error(
         )
     longer = max(zip((base, other), different, strict=True), key=lambda one: len(one[0].graph.nodes))[1]
     # The additional node and the node before it both belong to the loop.
-    path = _common_path(info(longer).module, info(longer.prev).module)
+    pairs = zip(info(longer).module.split("."), info(longer.prev).module.split("."), strict=False)
+    path = ".".join(part for part, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     while path and path in base.whole:  # the model itself has no module around it
         path = path.rpartition(".")[0]
     at = next((n for n in (longer, *different, longer.prev) if info(n).source), None)
@@ -212,11 +212,6 @@ def _other_functions_error(
     )
 
 
-def _common_path(left: str, right: str) -> str:
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left.split("."), right.split("."), strict=False))
-    return ".".join(part for part, _ in same)
-
-
 # -- the arguments of a graph, without its numbers -------------------------------------------------------------------
 
 
@@ -224,24 +219,11 @@ def _is_number(value: Any) -> bool:
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
-def numbers_in(traced: Traced) -> Iterator[Number]:
-    numbers: list[Number] = []
-
-    def look(value: Any) -> Any:
-        if _is_number(value):
-            numbers.append(value)
-        return value
-
+def _numbers_in(traced: Traced) -> list[Number]:
+    leaves: list[Any] = []
     for node in traced.graph.nodes:
-        _map_arguments(node, look)
-    yield from numbers
-
-
-def _map_arguments(node: fx.Node, change: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the arguments of a node with `change` applied, in order, to everything that is not a container."""
-
-    arguments: Any = map_aggregate((node.args, node.kwargs), change)
-    return arguments[0], arguments[1]
+        map_aggregate((node.args, node.kwargs), leaves.append)
+    return list(filter(_is_number, leaves))
 
 
 def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
@@ -261,7 +243,7 @@ def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
         name = getattr(target, "__module__", ""), getattr(target, "__qualname__", type(target))
     else:
         name = "", target
-    return node.op, node.name, name, info(node).source, _map_arguments(node, bone)
+    return node.op, node.name, name, info(node).source, map_aggregate((node.args, node.kwargs), bone)
 
 
 # -- numbers replaced by formulas ------------------------------------------------------------------------------------
@@ -272,11 +254,8 @@ def _insert_formulas(
 ) -> Traced:
     """Returns `base` with nodes for the numbers that differ; it holds for the sizes at which all formulas fit.
 
-    Args:
-        numbers: for each number among the arguments, in order, its values at the recorded sizes.
-        needed: sizes at which formulas have to fit, if they were recorded.
-
-    Raises `CannotRecord` if a number has no formula.
+    `numbers`: for each number among the arguments, in order, its values at the recorded sizes. Formulas have to fit at
+    `needed` sizes, if recorded.
     """
     remaining = iter(numbers)
     holding = {size for size, _ in numbers[0]}
@@ -315,7 +294,8 @@ def _insert_formulas(
         return node
 
     for node in list(graph.nodes):
-        node.args, node.kwargs = _map_arguments(node, functools.partial(put, node))
+        arguments: Any = map_aggregate((node.args, node.kwargs), functools.partial(put, node))
+        node.args, node.kwargs = arguments
     return dataclasses.replace(base, recorded_sizes=tuple(sorted(holding)))
 
 
@@ -328,3 +308,142 @@ def _other_numbers_error(node: fx.Node, points: Sequence[SizePoint]) -> CannotRe
         "use a tensor function (x.mean(), torch.log)",
         frozenset({known.module}) if known.module else frozenset(),
     )
+
+
+# -- recordings on a few samples ---------------------------------------------------------------------------------------
+#
+# Running a model on a large mini-batch several times may take minutes. So the model is recorded on the samples of one
+# micro-batch, unless forward reads values. Then sizes with the batch are disguised, as dynamic sizes are
+# (`other_sizes`): if the recording stays the same, forward does not depend on the number of samples. The graph is
+# compared with the model, on real values, at the micro-batch sizes. All other cases are recorded on all samples, which
+# also gives the right error message. Among them are hooks of the user and tables outside the modules.
+
+LONG_RECORDING = 0.25  # seconds; after shorter recordings, all samples are recorded
+
+
+def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Traced | None:
+    """Records on the number of samples of a micro-batch; returns None, or raises any error, if all are needed."""
+    model = request.model
+    stores = [store for module in model.modules() if module is not model for store in hook_stores(module)]
+    if is_faked() or not all(is_computation_hook(hook) for store in stores for hook in store.values()):
+        return None
+    leaves, spec, values = input_leaves(model, request.args, request.kwargs)
+    dims = candidate_dims(leaves, request.in_dims)
+    sizes = {samples_along(value, dim) for value, dim in zip(values, dims, strict=True) if dim is not None}
+    if len(sizes) != 1:
+        return None
+    (batch,) = sizes
+    samples = max(2, largest_micro_batch(batch, request.chunks))  # the shapes of a single sample are special
+    if samples >= batch:
+        return None
+
+    sample = pytree.tree_unflatten(slice_samples(values, dims, 0, samples), spec)
+    start = time.perf_counter()
+    traced = record_on(*sample)
+    if time.perf_counter() - start < LONG_RECORDING:
+        return None  # further recordings would take longer than all samples
+    if any(runs_python(node) or info(node).is_guarded_read for node in traced.nodes):
+        return None
+    if traced.constants.keys() - container_tensors(model).keys():  # tables outside modules, perhaps one for each size
+        return None
+    if not is_same_recording(traced, record_on(*sample)):  # a model that remembers its inputs
+        return None
+    return dataclasses.replace(traced, leaves=leaves, recorded_samples=samples)
+
+
+# -- recordings with disguised sizes -----------------------------------------------------------------------------------
+#
+# Python may use a size that depends on values, or one that may vary, without a method call (`range(size)`, the index of
+# a list). So such sizes are *disguised*: Python sees other numbers, and torch functions the real ones. If that changes
+# the recording, a size that depends on values becomes a read like others (`guards`), and one that may vary is refused:
+# a dynamic size, and the number of samples if only a part of them was recorded. Texts of tensors are disguised as well:
+# a forward that depends on one runs as Python.
+
+
+def read_untracked_sizes(traced: Traced) -> Traced:
+    """Adds a read for each size that depends on values and that forward uses untracked.
+
+    Raises `FixedSizeError` if forward uses a size that may vary, `CannotRecord` if it depends on a tensor's text.
+    """
+    again = traced.again
+    sizes = {
+        (node.args[0].name, node.args[1]): node
+        for node in traced.graph.nodes
+        if node.target == "size" and info(node).is_data_dependent
+    }
+    example = dict(traced.dynamic.example)
+    others = [(size + more, (2 * more + 2) * size + more) for more, size in enumerate(example.values(), 1)]
+    if traced.recorded_samples is not None:
+        if traced.not_followed:
+            raise FixedSizeError(f"forward takes the number of samples as a plain number at {traced.not_followed}")
+        example[traced.batch] = traced.recorded_samples
+        batch = traced.batch_of(traced.leaves)
+        others.append((batch, batch + 1))
+    if again is not None and (sizes or example or traced.first_text):
+        plain = again({})
+        if traced.first_text and not all(_is_same_recording(plain, again, {TEXTS: guise}) for guise in GUISES):
+            module, line, calls = traced.first_text
+            raise CannotRecord(
+                f"the model{f' in module {module!r}' if module else ''} depends on the text of a tensor at {line}; "
+                "read the number itself (int, float, item), or keep the decision in tensors (torch.where, masks)",
+                frozenset({module}) if module else frozenset(),
+                calls={module: calls_before_effects(traced.graph, module, calls)},
+            )
+        if example:
+            _refuse_untracked(traced, example, others, plain, again)
+        if not _is_same_recording(plain, again, dict.fromkeys(sizes, 1)):
+            met = [node for key, node in sizes.items() if not _is_same_recording(plain, again, {key: 1})]
+            for node in met or sizes.values():
+                _add_read(traced, node)
+    erase_unused_nodes(traced)
+    return dataclasses.replace(traced, again=None)
+
+
+def _refuse_untracked(
+    traced: Traced,
+    example: Mapping[sympy.Symbol, int],
+    others: Sequence[tuple[int, int]],
+    plain: Traced,
+    again: Callable[[Disguise], Traced],
+) -> None:
+    """Refuses a size if its disguise changes the recording. `others`: two sizes that Python sees for each of `example`.
+
+    A size that is larger by one shows a dependence on each size (`range(size)`), one several times larger a dependence
+    in steps (`math.isqrt(size)`). Different factors show a dependence on the ratio of sizes.
+    """
+    sizes = {
+        (node.name, dim): formula
+        for node in traced.graph.nodes
+        for shape in info(node).full_shapes[:1]
+        for dim, formula in enumerate(shape.shape)
+        if formula.free_symbols & example.keys() and formula.free_symbols <= {*example, traced.batch}
+    }
+    recorded = {traced.batch: traced.batch_of(traced.leaves), **example}
+
+    def is_same(symbols: Collection[sympy.Symbol]) -> bool:
+        for seen in zip(*others, strict=True):
+            values = {**recorded, **{s: size for s, size in zip(example, seen, strict=True) if s in symbols}}
+            more = {formula: int(formula.subs(values)) - int(formula.subs(recorded)) for formula in {*sizes.values()}}
+            if not _is_same_recording(plain, again, {key: more[formula] for key, formula in sizes.items()}):
+                return False
+        return True
+
+    if is_same(example):
+        return
+    met = {symbol for symbol in example if len(example) == 1 or not is_same([symbol])} or {*example}
+    dims = frozenset(key for key, formula in traced.dynamic.formulas.items() if met & formula.free_symbols)
+    raise FixedSizeError("forward takes its size as a plain number (range(size), an index of a list)", dims)
+
+
+def _is_same_recording(plain: Traced, again: Callable[[Disguise], Traced], disguised: Disguise) -> bool:
+    try:
+        return not disguised or is_same_recording(plain, again(disguised))
+    except Exception:  # an index out of range, a text that does not parse
+        return False
+
+
+# No model of the zoo: Python that depends on a size of values needs it (behaviour/test_continuation.py).
+def _add_read(traced: Traced, size: fx.Node) -> None:
+    known = info(size)
+    calls = known.recorded_at.calls
+    add_size_read(traced, SizeRead(length, size.args, known.recorded_size, known.source, known.module, calls))  # type: ignore[arg-type]
