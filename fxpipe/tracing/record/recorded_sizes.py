@@ -220,7 +220,7 @@ class RecordedFloat(_RecordedNumber, float):
         return round(self.shown, digits)
 
     def is_integer(self) -> bool:
-        return self == math.floor(self)
+        return bool(self == math.floor(self))
 
     def _derived(self, function: Callable[[Any], Any], make: Callable[..., Any]) -> Any:
         if not self.recorder.follows(self):
@@ -228,9 +228,9 @@ class RecordedFloat(_RecordedNumber, float):
         node = self.recorder.add(function, self)
         return make(function(self.value), node, self.recorder, shown=function(self.shown))
 
-    __trunc__ = functools.partialmethod(_derived, math.trunc, RecordedSize)  # type: ignore[assignment]
-    __floor__ = functools.partialmethod(_derived, math.floor, RecordedSize)  # type: ignore[assignment]
-    __ceil__ = functools.partialmethod(_derived, math.ceil, RecordedSize)  # type: ignore[assignment]
+    __trunc__ = functools.partialmethod(_derived, math.trunc, RecordedSize)
+    __floor__ = functools.partialmethod(_derived, math.floor, RecordedSize)
+    __ceil__ = functools.partialmethod(_derived, math.ceil, RecordedSize)
 
 
 RECORDED = (RecordedSize, RecordedFloat)
