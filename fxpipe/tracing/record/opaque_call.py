@@ -76,12 +76,11 @@ def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], a
     """Calls a hook of a module as one node. A hook that uses tensors of the module needs an opaque module."""
     name = getattr(hook, "__name__", type(hook).__name__)
     label = f"hook_{name}" if name.isidentifier() else "hook"
-    hooks = [store for key, store in module.__dict__.items() if key.endswith("_hooks")]
-    before = [dict(store) for store in hooks]
+    before = [(store, dict(store)) for key, store in module.__dict__.items() if key.endswith("_hooks")]
     try:
         result, node = call_function(recorder, functools.partial(hook, module), label, arguments, {}, in_module=True)
     finally:
-        for store, items in zip(hooks, before, strict=True):  # the hook may have removed itself, which a step has to do
+        for store, items in before:  # the hook may have removed itself, which a step has to do
             store.clear()
             store.update(items)
     update_info(node, opaque=replace(opaque_call_of(node), is_hook=True))

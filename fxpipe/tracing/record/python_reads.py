@@ -41,8 +41,7 @@ class PythonReads:
         self._places: dict[tuple[int, str], Place] = {}
         # By id of a module's dict and name: whether the first use of an attribute was a read.
         self._first_uses: dict[tuple[int, str], bool] = {}
-        self._codes: dict[int, CodeType] = {}
-        self._ran: list[tuple[CodeType, dict[str, Any]]] = []
+        self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}  # by id: codes with their globals
         # By id: objects with their used attributes; None if uses cannot be observed.
         self._reached: dict[int, tuple[Any, set[str] | None]] = {}
         self._classes: dict[type, dict[str, Any]] = {}  # patched classes with their original methods
@@ -84,7 +83,7 @@ class PythonReads:
         outer: Any = sys.gettrace() if is_profiled else None
 
         def enter(frame: FrameType, event: str, argument: Any) -> Any:
-            if event == "call" and id(frame.f_code) not in self._codes and not is_elsewhere():
+            if event == "call" and id(frame.f_code) not in self._ran and not is_elsewhere():
                 self._add_code(frame)
             return outer and outer(frame, event, argument)
 
@@ -112,14 +111,14 @@ class PythonReads:
 
         names = frozenset[str]().union(*(names for _, names in reached.values() if names))
         kinds = {type(module) for module in all_modules(self._model)}
-        return PythonState(kinds, [*self._places.values()], self._ran, reads_of, names=names)
+        ran = [(code, values) for code, values in self._ran.values() if is_followed_file(code.co_filename)]
+        return PythonState(kinds, [*self._places.values()], ran, reads_of, names=names)
 
     def _add_code(self, frame: FrameType) -> None:
         code, values = frame.f_code, frame.f_globals
-        self._codes[id(frame.f_code)] = frame.f_code
+        self._ran[id(code)] = code, values
         if not is_followed_file(code.co_filename):
             return
-        self._ran.append((code, values))
         for value in map(values.get, named_globals(code)):
             self._reach(value)
             if isinstance(value, ModuleType) and is_followed_module(value):

@@ -35,7 +35,7 @@ from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.opaque_call import UNREAD_SEQUENCE, methods_to_keep
 from fxpipe.tracing.record.patches import compile_mode, patch_for_recording
 from fxpipe.tracing.record.recorded_sizes import LAYOUT, RECORDED, SIZE_FUNCTIONS, Disguise
-from fxpipe.tracing.record.recorder import Recorder, UnknownTensor
+from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_function
 from fxpipe.tracing.traced import PLAIN_RECORDING, InputLeaf, RecordingOptions, Traced, as_given, signature_of
@@ -94,16 +94,13 @@ def record(
     """
     refuse_model(model)
     with progress("recording", None) as step, compile_mode() if options.in_compile_mode else contextlib.nullcontext():
-        has_hooks = False
 
-        def attempt() -> tuple[Traced, list[UnknownTensor]]:
-            nonlocal options, has_hooks
+        def attempt() -> tuple[Traced, Recorder]:
+            nonlocal options
             recorder = Recorder(model, options, held, seed, step)
             recorder.sizes.disguised = disguised
             try:
-                result = _record_once(recorder, args, kwargs, run)
-                has_hooks |= recorder.has_hooks
-                return result, recorder.unknown_tensors
+                return _record_once(recorder, args, kwargs, run), recorder
             except Exception as error:
                 is_drawn = "" in recorder.random.python_modules
                 if recorder.hides_sequences:
@@ -127,15 +124,16 @@ def record(
                     raise
             return attempt()
 
-        traced, constants = attempt()
-        if constants:
-            for (tensor, error), (other, _) in zip(constants, attempt()[1], strict=True):
-                if tensor is other:
-                    continue
-                if not has_hooks or options.records_hooks:
-                    raise error
-                options = replace(options, records_hooks=True)  # a hook may have made it
-                return record(model, args, kwargs, options, seed, disguised, run, held)
+        traced, recorder = attempt()
+        constants = recorder.unknown_tensors
+        others = attempt()[1].unknown_tensors if constants else []
+        for (tensor, error), (other, _) in zip(constants, others, strict=True):
+            if tensor is other:
+                continue
+            if not recorder.has_hooks or options.records_hooks:
+                raise error
+            options = replace(options, records_hooks=True)  # a hook may have made it
+            return record(model, args, kwargs, options, seed, disguised, run, held)
         return replace(traced, recording_options=options)
 
 

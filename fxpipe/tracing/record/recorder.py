@@ -89,7 +89,6 @@ _MEMORY_QUESTIONS = frozenset("data_ptr is_set_to storage_offset".split())
 # Methods and attributes that describe one tensor.
 _INPUT_METHODS = frozenset("is_conj is_neg is_pinned is_shared _is_view".split())
 _INPUT_ATTRIBUTES = frozenset("_base _version is_leaf grad grad_fn retains_grad".split())
-UnknownTensor = tuple[torch.Tensor, CannotRecord]  # with the error to raise if it is not a constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,7 @@ class Recorder(TorchFunctionMode):
         self.hides_sequences = False  # True if lists or tuples of modules kept whole are hidden from forward
         self.writes_frozen = False  # True if forward writes to a frozen parameter, which only another recording can do
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that are not attributes of a module
-        self.unknown_tensors: list[UnknownTensor] = []
+        self.unknown_tensors: list[tuple[torch.Tensor, CannotRecord]] = []  # with errors to raise if not constants
         self.refusal: CannotRecord | None = None
         self.module_of_error: str | None = None
         self.origin: tuple[str, str] | None = None  # module path and source line, if the running code is not the user's
