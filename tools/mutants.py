@@ -459,7 +459,7 @@ RUNTIME = (
     ),
     Mutant(
         "tracing/model_state.py",
-        "            if _is_of_module_alone(module, key, value):",
+        "            if type(alone) is type(value) and alone == value:",
         "            if True:",
         "behaviour/test_lazy_state.py::test_a_cached_property_of_what_forward_sets_is_not_left_from_planning",
     ),

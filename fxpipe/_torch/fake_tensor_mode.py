@@ -22,14 +22,15 @@ with required_names():
 
 __all__ = [
     "LOGGER",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
+    "NEEDS_VALUES_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
-    "UnsupportedOperatorException",
     "first_expression",
     "unset_fake_temporarily",
 ]
+
+# Errors for missing values; the last one comes from operators without a rule for fake tensors.
+NEEDS_VALUES_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 LOGGER = "torch._subclasses.fake_tensor"  # logs, with a stack, operations that fake tensors do not support
 

@@ -39,7 +39,7 @@ from fxpipe.planning.tuning.auto_options import with_best_chunks
 from fxpipe.runtime import BoundProgram, wire_program
 from fxpipe.runtime.bound_program import StageReplica
 from fxpipe.runtime.step_inputs import GivenInputs
-from fxpipe.tracing.cache_key import GraphKey, InputsKey
+from fxpipe.tracing.cache_key import GraphKey, inputs_key
 from fxpipe.tracing.dynamic_sizes import TOO_LONG, DynamicDims, InputDim
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.node_info import info
@@ -341,7 +341,7 @@ class Programs:
                 raise ArgumentError(
                     "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
                 )
-            key = GraphKey(InputsKey.of(spec, leaves), flags, ThreadState.now())
+            key = GraphKey(inputs_key(spec, leaves), flags, ThreadState.now())
             inputs.append(GraphInputs(call, leaves, key, seed, checked))
         return inputs
 

@@ -4,7 +4,7 @@
     print(traced)           # every node: what it computes, its shape in the batch size b, module path, source line
 
 A `TraceRequest` holds the arguments. `strategies` tries the ways to record: most often `record` runs the model once and
-records every torch function. `tracing_passes` completes a recording: `shapes` finds the dimension that holds the batch;
+records every torch function. `run_passes` completes a recording: `shapes` finds the dimension that holds the batch;
 `guards` keeps the values that the graph depends on; `verify` compares graph and model at several sizes and observes
 shared storage and in-place changes. The model, its buffers and all random states are restored.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +45,6 @@ from fxpipe.utils.progress import show_progress
 from fxpipe.utils.units import with_article
 
 __all__ = ["Traced", "trace", "trace_unverified"]
-
-_FRAMES_OF_A_CALL = 4
 
 
 def trace(
@@ -98,7 +96,10 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model is {with_article(model)}; expected a torch.nn.Module")
-    if args is None and not kwargs and _needs_inputs(model):
+    parameters = inspect.signature(original_module(model).forward).parameters
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    needs_inputs = any(p.default is p.empty and p.kind in kinds for p in parameters.values())
+    if args is None and not kwargs and needs_inputs:
         raise ArgumentError(
             f"forward of {type(model).__name__} takes inputs, and there are none; give examples, as in "
             "fxpipe.trace(model, (x,))"
@@ -120,7 +121,7 @@ def trace(
             )
         inputs, _, leaves = input_leaves(model, args, kwargs)
         candidate_dims(inputs, in_dims)  # before the model fails with an error about sizes
-        dynamic = dynamic.with_asked(parse_dynamic_shapes(dynamic_shapes, inputs, _parameters_of_forward(model)))
+        dynamic = dynamic.with_asked(parse_dynamic_shapes(dynamic_shapes, inputs, parameters))
         compares = check and not is_faked()  # there are values
         request = TraceRequest(
             model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, compares, seed, dynamic, is_whole
@@ -141,10 +142,8 @@ def trace_unverified(
 ) -> Traced:
     """Records another graph of the model in its present mode, with the options of `traced` and without comparison.
 
-    The combination of outputs is determined again if other functions run than in `traced`.
-
-    Raises:
-        Exception: there is no such graph, or only with other options.
+    The combination of outputs is determined again if other functions run than in `traced`. Raises any error if there is
+    no such graph, or only with other options.
     """
     assert traced.recording_options is not None
     model = traced.model
@@ -164,25 +163,18 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
     grad = ThreadState.now().grad
     with (
         DISPATCH_MODE_LOCK,
-        _deeper_recursion(),
+        contextlib.ExitStack() as stack,
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
-        _force_eager(),
+        # Compiled functions and modules run, and are recorded, as the original Python.
+        torch.compiler.set_stance("force_eager") if is_compiler_loaded() else contextlib.nullcontext(),
         mute_fake_tensor_logs(),
         preserve_own_generators(model),
     ):
+        limit = sys.getrecursionlimit()
+        stack.callback(sys.setrecursionlimit, limit)
+        sys.setrecursionlimit(4 * limit)  # each call of forward adds up to three frames of fxpipe
         yield
-
-
-@contextlib.contextmanager
-def _deeper_recursion() -> Iterator[None]:
-    """A block with a deeper recursion limit: each call of forward adds up to three frames of fxpipe."""
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(_FRAMES_OF_A_CALL * limit)
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(limit)
 
 
 def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
@@ -191,7 +183,7 @@ def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
     fixed_here: dict[InputDim, str] = {}
     while True:
         try:
-            wanted = asked.without({**fixed, **fixed_here})
+            wanted = replace(asked, dims=asked.dims - {*fixed, *fixed_here})
             traced = _find_graph_with_lazy_state(replace(request, dynamic=wanted))
             break
         except FixedSizeError as error:
@@ -199,22 +191,16 @@ def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
             (fixed_here if error.is_of_this_size else fixed).update(reasons)
     traced = replace(traced, dynamic=replace(traced.dynamic, fixed={**traced.dynamic.fixed, **fixed}))
     traced = replace(traced, why=(*traced.why, *traced.reasons_of_fixed_sizes))
-    _refuse_fixed_sizes(traced, asked, {**traced.dynamic.fixed, **fixed_here})
-    return traced
-
-
-def _refuse_fixed_sizes(traced: Traced, wanted: DynamicDims, reasons: Mapping[InputDim, str]) -> None:
-    """Raises if a dimension in `dynamic_shapes` is fixed. Size 1 is always fixed, as in `torch.export`."""
-    for place, dim in wanted.asked.keys() - traced.dynamic.formulas.keys():
-        if traced.in_dims[place] == dim:
-            continue  # the samples, whose number always varies
-        leaf = traced.leaves[place]
-        if leaf.shape[dim] > 1:
+    reasons = {**traced.dynamic.fixed, **fixed_here}
+    for place, dim in asked.asked.keys() - traced.dynamic.formulas.keys():
+        leaf, is_of_samples = traced.leaves[place], traced.in_dims[place] == dim  # their number always varies
+        if leaf.shape[dim] > 1 and not is_of_samples:  # size 1 is always fixed, as in `torch.export`
             reason = reasons.get((place, dim), f"by {traced.tracer!r} nobody follows sizes")
             raise ArgumentError(
                 f"dynamic_shapes names dimension {dim} of {leaf.path}, which cannot vary: {reason}; leave it out (each "
                 "size is another graph then), or let forward keep the size a size"
             )
+    return traced
 
 
 def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
@@ -245,17 +231,3 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
         with contextlib.suppress(MakesState):
             return find_graph(replace(request, may_overwrite=True))
     raise error
-
-
-def _needs_inputs(model: nn.Module) -> bool:
-    parameters = _parameters_of_forward(model).values()
-    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
-def _parameters_of_forward(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(original_module(model).forward).parameters
-
-
-def _force_eager() -> contextlib.AbstractContextManager[object]:
-    """A block in which compiled functions and modules run, and are recorded, as the original Python."""
-    return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else contextlib.nullcontext()

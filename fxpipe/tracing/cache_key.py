@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,33 +13,14 @@ from torch import nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError
-from fxpipe.tracing.model_state import slots_of
+from fxpipe.tracing.model_state import Slot, slots_of
 from fxpipe.utils.python_objects import NotKept
 
 
-class TensorKind(NamedTuple):
-    """A tensor among the inputs, without its sizes."""
-
-    dtype: torch.dtype
-    dims: int
-    requires_grad: bool
-
-
-@dataclass(frozen=True, slots=True)
-class InputsKey:
-    """The structure of the inputs, and the kinds of their leaves; None: not a tensor."""
-
-    spec: pytree.TreeSpec
-    kinds: tuple[TensorKind | None, ...]
-    same_as: tuple[int | None, ...]
-
-    @classmethod
-    def of(cls, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> InputsKey:
-        kinds = tuple(
-            TensorKind(leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else None
-            for leaf in leaves
-        )
-        return cls(spec, kinds, same_tensors(leaves))
+def inputs_key(spec: pytree.TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the structure of the inputs, the kind of each tensor without its sizes, and which are the same tensor."""
+    kinds = tuple((x.dtype, x.dim(), x.requires_grad) if isinstance(x, torch.Tensor) else None for x in leaves)
+    return spec, kinds, same_tensors(leaves)
 
 
 def same_tensors(leaves: Sequence[Any]) -> tuple[int | None, ...]:
@@ -53,7 +34,7 @@ def same_tensors(leaves: Sequence[Any]) -> tuple[int | None, ...]:
 class GraphKey:
     """Inputs, flags of all modules, and the thread state of the caller."""
 
-    inputs: InputsKey
+    inputs: tuple[Any, ...]  # see `inputs_key`
     flags: tuple[Any, ...]
     state: ThreadState
 
@@ -113,22 +94,15 @@ def torch_switches() -> tuple[Any, ...]:
 
 
 def tensor_guards_of(model: nn.Module, names: Iterable[str]) -> tuple[TensorGuard, ...]:
-    wanted = set(names)
-    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    slots = slots_of(model)
+    wanted, slots, guards = set(names), slots_of(model), []
+    places: dict[int, list[Slot]] = {}
     for slot, tensor in slots.items():
-        places.setdefault(id(tensor), []).append((slot.store(model), slot.key))
-    return tuple(
-        TensorGuard(
-            slot.store(model),
-            slot.key,
-            tensor.shape,
-            tensor.dtype,
-            tuple((s, k) for s, k in places[id(tensor)] if s is not slot.store(model) or k != slot.key),
-        )
-        for slot, tensor in slots.items()
-        if slot.name in wanted
-    )
+        places.setdefault(id(tensor), []).append(slot)
+    for slot, tensor in slots.items():
+        if slot.name in wanted:
+            others = tuple((other.store(model), other.key) for other in places[id(tensor)] if other != slot)
+            guards.append(TensorGuard(slot.store(model), slot.key, tensor.shape, tensor.dtype, others))
+    return tuple(guards)
 
 
 # -- training and evaluation mode: a graph, and a plan, belongs to one mode of all modules ---------------------------
@@ -149,8 +123,8 @@ def in_mode(model: nn.Module, evaluating: Collection[str] | None) -> Iterator[No
                 module.training = name not in evaluating
         yield
     except Exception as error:
-        is_ours = isinstance(error, ArgumentError)  # has its own remedy
-        if not is_ours and any(module.training != was for module, was in before):
+        is_other_mode = any(module.training != was for module, was in before)
+        if is_other_mode and not isinstance(error, ArgumentError):  # which has its own remedy
             error.add_note(
                 "fxpipe: forward ran in the mode (train or eval) that the plan was made in, which is not the model's "
                 "mode now; call the pipe first in that mode, or give it example_args that forward takes in both"

@@ -44,35 +44,16 @@ class DynamicDims:
         fixed = {**self.fixed, **static}
         return replace(self, dims=(self.dims | dynamic.keys()) - static.keys(), fixed=fixed, asked=dynamic)
 
-    def without(self, dims: Collection[InputDim]) -> DynamicDims:
-        return replace(self, dims=self.dims - {*dims})
-
     def names(self, leaves: Sequence[InputLeaf]) -> dict[InputDim, str]:
         """Returns the name of each size: the user's, or one from the input's name. Sizes with one name are equal."""
-        named = {dim: self.asked[dim].name for dim in sorted(self.asked.keys() & self.dims) if self.asked[dim].name}
-        others = {dim: f"{leaves[dim[0]].path}_dim{dim[1]}" for dim in sorted(self.dims - named.keys())}
-        own = {name: _size_name(name) for name in named.values()}
-        names = {dim: own[name] for dim, name in named.items()}
-        for dim, text in others.items():
-            name = _size_name(text.strip("_"))
+        asked = sorted(dim for dim, one in self.asked.items() if one.name and dim in self.dims)
+        names = {dim: _size_name(self.asked[dim].name) for dim in asked}
+        for dim in sorted(self.dims - names.keys()):
+            name = _size_name(f"{leaves[dim[0]].path}_dim{dim[1]}".strip("_"))
             while name in names.values():
                 name += "_"
             names[dim] = name
         return names
-
-    def conditions(self, formulas: Mapping[InputDim, sympy.Expr]) -> list[SizeCondition]:
-        """Returns the user's conditions on dynamic sizes: bounds, and equality of sizes with one name."""
-        conditions = []
-        first: dict[str, sympy.Expr] = {}
-        for dim, asked in self.asked.items():
-            if dim not in formulas:
-                continue
-            size = formulas[dim]
-            upper = sympy.true if asked.largest is None else sympy.Le(size, asked.largest)
-            conditions.append(SizeCondition(sympy.And(sympy.Ge(size, asked.least), upper), "dynamic_shapes"))
-            if asked.name:
-                conditions.append(SizeCondition(sympy.Eq(size, first.setdefault(asked.name, size)), "dynamic_shapes"))
-        return [condition for condition in conditions if condition.condition != sympy.true]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +65,6 @@ class AskedDim:
     largest: int | None = None
     is_static: bool = False
 
-    @property
-    def bounds(self) -> str:
-        return f"at least {self.least}" if self.largest is None else f"{self.least} to {self.largest}"
-
 
 def parse_dynamic_shapes(
     dynamic_shapes: Any, leaves: Sequence[InputLeaf], parameters: Collection[str]
@@ -95,14 +72,8 @@ def parse_dynamic_shapes(
     """Parses `dynamic_shapes`: a dict from inputs to their dynamic dimensions, as in `torch.export`.
 
     A dimension is a name, a `torch.export.Dim`, or one of torch's hints (`Dim.AUTO`, `Dim.DYNAMIC`, `Dim.STATIC`); None
-    and a number leave it unchanged.
-
-    Args:
-        leaves: of the inputs.
-        parameters: names of the parameters of forward.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an input or a dimension does not exist, or an entry has another type.
+    and a number leave it unchanged. `parameters`: names of the parameters of forward. Raises `ArgumentError` or
+    `ArgumentTypeError` if an input or a dimension does not exist, or an entry has another type.
     """
     if dynamic_shapes is None:
         return {}
@@ -116,7 +87,7 @@ def parse_dynamic_shapes(
         for name in {leaf.path, leaf.head} if leaf.is_tensor else ():
             places.setdefault(name, []).append(place)
     asked: dict[InputDim, AskedDim] = {}
-    for name, dims in dynamic_shapes.items():
+    for name, given in dynamic_shapes.items():
         if name not in places and name in parameters:
             continue  # an optional argument
         if name not in places:
@@ -124,8 +95,14 @@ def parse_dynamic_shapes(
             raise ArgumentError(
                 f"dynamic_shapes names {name!r}, which is no tensor input of forward; those are {known}"
             )
+        dims = {} if given is None else dict(enumerate(given)) if isinstance(given, (tuple, list)) else given
+        if not isinstance(dims, Mapping):
+            raise ArgumentTypeError(
+                f"dynamic_shapes[{name!r}] is {with_article(given)}; expected a dict from dimensions to names or "
+                "torch.export.Dim, or a sequence with an entry for each dimension"
+            )
         for place in places[name]:
-            for dim, what in _by_dimension(name, dims).items():
+            for dim, what in dims.items():
                 rank = len(leaves[place].shape)
                 if not isinstance(dim, int) or not -rank <= dim < rank:
                     raise ArgumentError(
@@ -142,8 +119,9 @@ def _refuse_sizes(asked: Mapping[InputDim, AskedDim], leaves: Sequence[InputLeaf
     for (place, dim), what in asked.items():
         leaf, size = leaves[place], leaves[place].shape[dim]
         if size < what.least or (what.largest is not None and size > what.largest):
+            allowed = f"at least {what.least}" if what.largest is None else f"{what.least} to {what.largest}"
             raise ArgumentError(
-                f"{leaf.path} has size {size} in dimension {dim}; dynamic_shapes allows {what.bounds} ({what.name})"
+                f"{leaf.path} has size {size} in dimension {dim}; dynamic_shapes allows {allowed} ({what.name})"
             )
         path, other = named.setdefault(what.name, (leaf.path, size)) if what.name else (leaf.path, size)
         if size != other:
@@ -153,28 +131,13 @@ def _refuse_sizes(asked: Mapping[InputDim, AskedDim], leaves: Sequence[InputLeaf
             )
 
 
-def _by_dimension(name: str, dims: Any) -> Mapping[Any, Any]:
-    if dims is None:
-        return {}
-    if isinstance(dims, Mapping):
-        return dims
-    if isinstance(dims, (tuple, list)):
-        return dict(enumerate(dims))
-    raise ArgumentTypeError(
-        f"dynamic_shapes[{name!r}] is {with_article(dims)}; expected a dict from dimensions to names or "
-        "torch.export.Dim, or a sequence with an entry for each dimension"
-    )
-
-
 def _asked_dim(name: str, dim: int, what: Any) -> AskedDim | None:
     if isinstance(what, str):
         return AskedDim(what)
-    if what is Dim.STATIC:
-        return AskedDim(is_static=True)
     if what is None or (isinstance(what, int) and not isinstance(what, bool)):
         return None
-    if what is Dim.AUTO or what is Dim.DYNAMIC:
-        return AskedDim()
+    if any(what is hint for hint in (Dim.STATIC, Dim.AUTO, Dim.DYNAMIC)):
+        return AskedDim(is_static=what is Dim.STATIC)
     if isinstance(what, Dim):
         return AskedDim(what.__name__, int(what.min), what.max if isinstance(what.max, int) else None)
     raise ArgumentTypeError(
@@ -216,18 +179,14 @@ class SizeCondition:
     where: str
     is_of_torch: bool = False  # evaluated by a function of torch, which may give the same result otherwise
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
     def holds(self, batch: int, lengths: Lengths = ()) -> bool:
         """Returns whether the condition holds for `batch` samples. `lengths`: the dynamic sizes, if it contains any."""
-        return _holds(self.condition, batch, lengths)
-
-
-@functools.lru_cache(maxsize=4096)
-def _holds(condition: sympy.Basic, batch: int, lengths: Lengths) -> bool:
-    values = dict(lengths)
-    try:
-        return bool(condition.subs({s: values.get(s, batch) for s in condition.free_symbols}))
-    except (ZeroDivisionError, AssertionError):  # from torch's `Mod`, for zero or negative operands
-        return False  # no conclusion for such sizes
+        values = dict(lengths)
+        try:
+            return bool(self.condition.subs({s: values.get(s, batch) for s in self.condition.free_symbols}))
+        except (ZeroDivisionError, AssertionError):  # from torch's `Mod`, for zero or negative operands
+            return False  # no conclusion for such sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,13 +216,20 @@ class DynamicSizes:
         return least, largest
 
     def with_asked(self, asked: DynamicDims) -> DynamicSizes:
-        """Adds the user's conditions and largest sizes."""
-        largest: dict[sympy.Symbol, int] = {}
+        """Adds the user's conditions (bounds, and equality of sizes with one name) and largest sizes."""
+        conditions, largest = list[sympy.Basic](), dict[sympy.Symbol, int]()
+        first: dict[str, sympy.Expr] = {}
         for dim, one in asked.asked.items():
-            symbol = self.formulas.get(dim)
-            if isinstance(symbol, sympy.Symbol) and one.largest is not None:
-                largest[symbol] = min(one.largest, largest.get(symbol, one.largest))
-        return replace(self.with_conditions(asked.conditions(self.formulas)), largest=tuple(largest.items()))
+            if (size := self.formulas.get(dim)) is None:
+                continue
+            upper = sympy.true if one.largest is None else sympy.Le(size, one.largest)
+            conditions.append(sympy.And(sympy.Ge(size, one.least), upper))
+            if one.name:
+                conditions.append(sympy.Eq(size, first.setdefault(one.name, size)))
+            if isinstance(size, sympy.Symbol) and one.largest is not None:
+                largest[size] = min(one.largest, largest.get(size, one.largest))
+        added = [SizeCondition(condition, "dynamic_shapes") for condition in conditions if condition != sympy.true]
+        return replace(self, conditions=(*self.conditions, *added), largest=tuple(largest.items()))
 
     @property
     def largest_lengths(self) -> Lengths:
@@ -289,9 +255,6 @@ class DynamicSizes:
             size > factor * max(one[symbol] for one in known) or factor * size < min(one[symbol] for one in known)
             for symbol, size in lengths
         )
-
-    def with_conditions(self, conditions: Sequence[SizeCondition]) -> DynamicSizes:
-        return replace(self, conditions=(*self.conditions, *conditions)) if conditions else self
 
 
 FIXED_SIZES = DynamicSizes({}, {}, (), (), {})

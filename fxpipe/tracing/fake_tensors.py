@@ -22,24 +22,13 @@ import torch
 from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.fake_tensor_mode import (
-    LOGGER,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
-)
+from fxpipe._torch.fake_tensor_mode import LOGGER, FakeTensor, FakeTensorMode, unset_fake_temporarily
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, tensor_stores
 from fxpipe._torch.operators import DEVICE_OF, schema_of
-from fxpipe.tracing.model_state import container_tensors, slots_of
+from fxpipe.tracing.model_state import tensors_of
 from fxpipe.tracing.record.unrecordable import refuse_model
 from fxpipe.tracing.tensors import has_values, tensors_in
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
-
-# Errors for missing values; the last one comes from operators without a rule for fake tensors.
-NEEDS_VALUES_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 @contextlib.contextmanager
@@ -79,8 +68,7 @@ class ModelFakeMode(FakeTensorMode):
     def clear_caches(self) -> None:
         """Clears each `lru_cache` that holds a fake tensor, which its function would return outside the mode."""
         alive = set(self._results.keys()) - {id(fake) for _, fake in self._fakes.values()}
-        caches = [one for one in gc.get_objects() if type(one) is _LRU_CACHE] if alive else []
-        for cache in caches:
+        for cache in [one for one in gc.get_objects() if type(one) is _LRU_CACHE] if alive else []:
             if not alive.isdisjoint(map(id, pytree.tree_leaves(gc.get_referents(cache)))):
                 cache.cache_clear()
 
@@ -89,20 +77,18 @@ class ModelFakeMode(FakeTensorMode):
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self:
             return tensor
         if id(tensor) not in self._fakes:
-            self._fakes[id(tensor)] = tensor, self._make(tensor)
+            bare = tensor.detach()
+            # A fake tensor of a meta tensor shares its storage, so views of one tensor stay views of one tensor.
+            is_meta = bare.is_meta and not isinstance(bare, FakeTensor)
+            fake: torch.Tensor = FakeTensor(self, bare, self.device) if is_meta else self.from_tensor(bare)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            self._fakes[id(tensor)] = tensor, fake.requires_grad_(tensor.requires_grad)
         return self._fakes[id(tensor)][1]
 
     def original(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor of a fake tensor; any other tensor unchanged."""
         return next((original for original, fake in self._fakes.values() if fake is tensor), tensor)
-
-    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
-        bare = tensor.detach()
-        # A fake tensor of a meta tensor shares its storage, so views of one tensor stay views of one tensor.
-        fake = FakeTensor(self, bare, self.device) if _is_plain_meta(bare) else self.from_tensor(bare)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad)
 
 
 _LRU_CACHE = type(functools.lru_cache(id))
@@ -116,23 +102,19 @@ _current = _Current()
 
 
 def names_without_values(model: nn.Module) -> list[str]:
-    tensors = (*((slot.name, t) for slot, t in slots_of(model).items()), *container_tensors(model).items())
-    return [name for name, tensor in tensors if not has_values(tensor)]
+    return [name for name, tensor in tensors_of(model).items() if not has_values(tensor)]
 
 
 @contextlib.contextmanager
 def with_fake_tensors(model: nn.Module, inputs: Any, always: bool = False) -> Iterator[Any]:
     """A block in which either all tensors of model and inputs have values, or all are fake (always, if `always`).
 
-    Yields the inputs. A `FakeTensorMode` or `torch.device("meta")` of the user is inactive in the block.
-
-    Raises:
-        CannotRecord: the model cannot be recorded for another reason.
+    Yields the inputs. A `FakeTensorMode` or `torch.device("meta")` of the user is inactive in the block. Raises
+    `CannotRecord` if the model cannot be recorded for another reason.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
-        held = (*slots_of(model).values(), *container_tensors(model).values())
-        tensors = [*held, *(x for x in flatten(inputs)[0] if isinstance(x, torch.Tensor))]
+        tensors = [*tensors_of(model).values(), *(x for x in flatten(inputs)[0] if isinstance(x, torch.Tensor))]
         if not always and all(map(has_values, tensors)):
             yield inputs
             return
@@ -177,22 +159,15 @@ def original_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def draws_nothing(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> bool:
     """Returns whether a random function draws nothing with these arguments: no dropout, no training."""
-    arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-    names = {argument.name for argument in schema.arguments}
+    names = [argument.name for argument in schema.arguments]
+    arguments = dict(zip(names, args, strict=False)) | kwargs
     if "dropout_p" in names:
         return bool(arguments.get("dropout_p", 0.0) == 0)
-    if names.isdisjoint(("train", "training")):
+    if "train" not in names and "training" not in names:
         return False
-    if arguments.get("num_layers") == 1:  # dropout is between the layers of an RNN
-        return True
-    return not arguments.get("train", arguments.get("training", False)) or 0 in (
-        arguments.get("p"),
-        arguments.get("dropout"),
-    )
-
-
-def _is_plain_meta(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta and not isinstance(tensor, FakeTensor)
+    is_training = arguments.get("train", arguments.get("training", False))
+    # The dropout of an RNN is between its layers.
+    return not is_training or arguments.get("num_layers") == 1 or 0 in (arguments.get("p"), arguments.get("dropout"))
 
 
 # -- replacing the tensors of a model --------------------------------------------------------------------------------
@@ -202,34 +177,31 @@ def _is_plain_meta(tensor: torch.Tensor) -> bool:
 def _replace_tensors(model: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """A block in which `other(tensor)` replaces every tensor that the model holds."""
     before: list[tuple[Any, Any, Any]] = []  # store, key, value
+
+    def put(store: Any, key: Any, value: Any) -> None:
+        before.append((store, key, store[key]))
+        store[key] = value
+
+    def replace_item(store: Any, key: Any, depth: int) -> None:
+        """Replaces the value under `key` in `store`, in containers to the depth of `container_tensors`."""
+        value = store[key]
+        if isinstance(value, torch.Tensor):
+            put(store, key, other(value))
+        elif isinstance(value, weakref.ref) and isinstance(tensor := value(), torch.Tensor):  # nn.LSTM's, to weights
+            put(store, key, weakref.ref(other(tensor)))
+        elif depth and type(value) in (list, tuple, dict):
+            inside = list(value) if isinstance(value, tuple) else value
+            for item in list(inside) if isinstance(inside, dict) else range(len(inside)):
+                replace_item(inside, item, depth - 1)
+            if isinstance(value, tuple) and any(a is not b for a, b in zip(inside, value, strict=True)):
+                put(store, key, tuple(inside))
+
     try:
         for module in model.modules():
             for store in tensor_stores(module):
                 for key in [key for key in store if store is not module.__dict__ or key not in MODULE_DICT_KEYS]:
-                    _replace_item(store, key, other, before, 3)
+                    replace_item(store, key, 3)
         yield
     finally:
         for store, key, value in reversed(before):
             store[key] = value
-
-
-def _replace_item(
-    store: Any, key: Any, other: Callable[[torch.Tensor], torch.Tensor], before: list[tuple[Any, Any, Any]], depth: int
-) -> None:
-    """Replaces the value under `key` in `store`, in containers to the depth of `container_tensors`."""
-    value = store[key]
-    if isinstance(value, torch.Tensor):
-        before.append((store, key, value))
-        store[key] = other(value)
-    elif isinstance(value, weakref.ref) and isinstance(
-        tensor := value(), torch.Tensor
-    ):  # nn.LSTM holds weak references to its weights
-        before.append((store, key, value))
-        store[key] = weakref.ref(other(tensor))
-    elif depth and type(value) in (list, tuple, dict):
-        inside = list(value) if isinstance(value, tuple) else value
-        for item in list(inside) if isinstance(inside, dict) else range(len(inside)):
-            _replace_item(inside, item, other, before, depth - 1)
-        if isinstance(value, tuple) and any(a is not b for a, b in zip(inside, value, strict=True)):
-            before.append((store, key, value))
-            store[key] = tuple(inside)

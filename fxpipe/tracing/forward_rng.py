@@ -50,11 +50,7 @@ class DrawStream:
 
 def is_draw_of_numbers(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
     is_on_cpu = isinstance(result, torch.Tensor) and result.device.type == "cpu"
-    return is_on_cpu and not any(True for _ in tensors_in((args, kwargs)))
-
-
-def is_scalar_draw(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    return is_draw_of_numbers(args, kwargs, result) and result.numel() == 1
+    return is_on_cpu and next(tensors_in((args, kwargs)), None) is None
 
 
 class DrawFromStream(TorchFunctionMode):
@@ -78,7 +74,7 @@ class DrawFromStream(TorchFunctionMode):
         result = func(*args, **kwargs)
         has_drawn = not torch.equal(before, torch.default_generator.get_state())
         if has_drawn and is_draw_of_numbers(args, kwargs, result):
-            is_one = is_scalar_draw(args, kwargs, result)
+            is_one = result.numel() == 1
             if next(self.draws_from_stream, is_one) and is_one:
                 return self.draws.take(lambda: func(*args, **kwargs))
         return result
@@ -133,12 +129,12 @@ def might_draw(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     An expert without tokens has an empty input, and its dropout draws nothing; neither does `randperm(1)`.
     """
     name = opname(function)
-    schemas = _random_schemas(name)
-    if not schemas and _training_signature(function) is None:
+    schemas, switch = _random_schemas(name), _training_signature(function)
+    if not schemas and switch is None:
         return False
     if name not in _VALUE_DEPENDENT and all(t.numel() > 1 for t in tensors_in((args, kwargs, result))):
         return False
-    if (switch := _training_signature(function)) is not None:
+    if switch is not None:
         bound = switch.bind(*args, **kwargs)
         bound.apply_defaults()
         of = bound.arguments
@@ -162,22 +158,17 @@ def _training_signature(function: Callable[..., Any]) -> inspect.Signature | Non
         return None
     signature = inspect.signature(function)
     names = signature.parameters.keys()
-    is_random = "training" in names and not names.isdisjoint(("p", "dropout_p", "lower"))
-    return signature if is_random else None
+    return signature if "training" in names and not names.isdisjoint(("p", "dropout_p", "lower")) else None
 
 
 # -- generators of Python or numpy that a model holds ---------------------------------------------------------------
 #
 # Draws during tracing would repeat the same numbers in every step. Such generators cannot be seeded for a micro-batch
 # and its recomputation, unlike the global generators in a module kept whole. So a forward that draws from one is
-# refused.
-#
-# The search covers attributes of modules, globals of the files of their classes, and lists, tuples and dicts in these.
-# It misses generators that forward creates, or that objects of other types hold.
+# refused. The search covers attributes of modules, globals of the files of their classes, and lists, tuples and dicts
+# in these. It misses generators that forward creates, or that objects of other types hold.
 
-_MAX_DEPTH = 3  # containers in containers
 _MAX_ITEMS = 1000  # in a container that is searched
-_LIBRARIES = ("torch.", "builtins")
 
 
 class OwnGenerators:
@@ -186,26 +177,24 @@ class OwnGenerators:
     def __init__(self, model: nn.Module):
         self._before = [(name, generator, _generator_state(generator)) for name, generator in _generators_of(model)]
 
-    def drawn_from(self) -> list[str]:
-        """Returns the names of the generators that have advanced."""
-        return [
-            name
-            for name, generator, before in self._before
-            if _comparable_state(_generator_state(generator)) != _comparable_state(before)
-        ]
-
     def restore(self) -> None:
-        for _, generator, before in self._before:
-            _set_generator_state(generator, before)
+        for _, generator, state in self._before:
+            if isinstance(generator, random.Random):
+                generator.setstate(state)
+            elif hasattr(generator, "set_state"):
+                generator.set_state(state)
+            else:
+                generator.bit_generator.state = state
 
     def refuse_drawn(self) -> None:
         """Raises `CannotRecord` if a generator has advanced."""
-        if rolled := self.drawn_from():
-            raise CannotRecord(
-                f"forward draws from {rolled[0]!r}, a random generator of Python's or numpy's of its own, which would "
-                "give the same numbers in every step; draw with torch (torch.rand, torch.randint) instead",
-                is_final=True,
-            )
+        for name, generator, before in self._before:
+            if _comparable_state(_generator_state(generator)) != _comparable_state(before):
+                raise CannotRecord(
+                    f"forward draws from {name!r}, a random generator of Python's or numpy's of its own, which would "
+                    "give the same numbers in every step; draw with torch (torch.rand, torch.randint) instead",
+                    is_final=True,
+                )
 
 
 @contextlib.contextmanager
@@ -224,12 +213,12 @@ def _generators_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
             if name not in STORE_NAMES:
                 yield from _generators_in(f"{path}.{name}" if path else name, value, seen)
     for home in dict.fromkeys(kind.__module__ for module in model.modules() for kind in type(module).__mro__):
-        if not home.startswith(_LIBRARIES) and home in sys.modules:
+        if not home.startswith(("torch.", "builtins")) and home in sys.modules:
             for name, value in list(vars(sys.modules[home]).items()):
                 yield from _generators_in(f"{home}.{name}", value, seen)
 
 
-def _generators_in(name: str, value: Any, seen: set[int], depth: int = _MAX_DEPTH) -> Iterator[tuple[str, Any]]:
+def _generators_in(name: str, value: Any, seen: set[int], depth: int = 3) -> Iterator[tuple[str, Any]]:
     if _is_own_generator(value) and id(value) not in seen:
         seen.add(id(value))
         yield name, value
@@ -245,24 +234,13 @@ def _is_own_generator(value: Any) -> bool:
     if "numpy" not in sys.modules:
         return False
     library = sys.modules["numpy"].random
-    if isinstance(value, library.RandomState):
-        return value is not library.mtrand._rand
-    return isinstance(value, library.Generator)
+    return isinstance(value, (library.RandomState, library.Generator)) and value is not library.mtrand._rand
 
 
 def _generator_state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.bit_generator.state
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
 
 
 def _comparable_state(state: Any) -> Any:

@@ -49,19 +49,14 @@ def _text(value: Any) -> str:
     return "..." if value is Ellipsis else repr(value)
 
 
-def _index(value: Any) -> str:
-    return ", ".join(map(_text, value)) if isinstance(value, tuple) and value else _text(value)
-
-
 @functools.cache
 def _defaults(function: Any) -> dict[str, Any]:
     name = getattr(function, "__name__", "")
     if re.fullmatch(r"conv(_transpose)?\dd", name):  # built in, and hard to read without names
-        last = ("output_padding", "groups", "dilation") if "transpose" in name else ("dilation", "groups")
-        order = ("input", "weight", "bias", "stride", "padding", *last)
-        return {
-            key: {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}.get(key) for key in order
-        }
+        first = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0}
+        if "transpose" in name:
+            return {**first, "output_padding": 0, "groups": 1, "dilation": 1}
+        return {**first, "dilation": 1, "groups": 1}
     if getattr(F, name, None) is function:  # max_pool2d and others choose one of two functions
         function = getattr(F, f"_{name}", function)
     try:
@@ -77,24 +72,21 @@ def _is_default(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def _without_defaults(node: fx.Node, defaults: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the arguments of a function without default values; some positional ones are named."""
-    args, kwargs = list(node.args), dict(node.kwargs)
-    names = list(defaults)
-    if "stride" in names and "weight" in names:
-        kwargs = dict(zip(names[3:], args[3:], strict=False)) | kwargs
-        args = args[:3]
-    while len(args) > 1 and (
-        args[-1] is None if len(args) > len(names) else _is_default(args[-1], defaults[names[len(args) - 1]])
-    ):
-        args.pop()
-    return args, {key: v for key, v in kwargs.items() if key not in defaults or not _is_default(v, defaults[key])}
-
-
 def node_expression(node: fx.Node) -> str:
     """Formats an operation as Python, without arguments that equal their defaults."""
-    defaults = {} if isinstance(node.target, str) else _defaults(node.target)
-    positional, named = _without_defaults(node, defaults) if node.op == "call_function" else (node.args, node.kwargs)
+    positional, named = list(node.args), dict(node.kwargs)
+    if node.op == "call_function":
+        defaults = _defaults(node.target)
+        names = list(defaults)
+        if "stride" in names and "weight" in names:
+            named = dict(zip(names[3:], positional[3:], strict=False)) | named
+            del positional[3:]
+        while len(positional) > 1:
+            default = defaults[names[len(positional) - 1]] if len(positional) <= len(names) else None
+            if not _is_default(positional[-1], default):
+                break
+            positional.pop()
+        named = {key: v for key, v in named.items() if key not in defaults or not _is_default(v, defaults[key])}
     args = [_text(a) for a in positional]
     keywords = [f"{key}={_text(value)}" for key, value in named.items()]
     name = node.target if isinstance(node.target, str) else opname(node.target)
@@ -103,18 +95,16 @@ def node_expression(node: fx.Node) -> str:
         plain = name.strip("_") if home == "_operator" or name.startswith("__") else name  # `x.add_(1)` is no sum
         if plain in _SYMBOLS and len(args) == 2 and not keywords:
             return f"{args[0]} {_SYMBOLS[plain]} {args[1]}"
-        if plain == "getitem":
-            return f"{args[0]}[{_index(node.args[1])}]"
-        if name == "setitem":
-            return f"{args[0]}[{_index(node.args[1])}] = {args[2]}"
+        if plain == "getitem" or name == "setitem":
+            index = node.args[1]
+            inside = ", ".join(map(_text, index)) if isinstance(index, tuple) and index else _text(index)
+            return f"{args[0]}[{inside}]" + (f" = {args[2]}" if name == "setitem" else "")
     if node.op == "call_method":
         return f"{args[0]}.{name}({', '.join([*args[1:], *keywords])})"
     if node.target is getattr:
         return f"{args[0]}.{node.args[1]}"
-    prefix = (
-        f"{MODULE_ALIASES[home]}." if home in MODULE_ALIASES else ("torch." if home.startswith(BUILTIN_MODULE) else "")
-    )
-    return f"{prefix}{name}({', '.join([*args, *keywords])})"
+    prefix = MODULE_ALIASES.get(home, "torch" if home.startswith(BUILTIN_MODULE) else "")
+    return f"{f'{prefix}.' if prefix else ''}{name}({', '.join([*args, *keywords])})"
 
 
 def node_table(graph: fx.Graph) -> str:
@@ -136,8 +126,6 @@ def node_table(graph: fx.Graph) -> str:
 
 def graph_table(traced: Traced) -> str:
     """Formats the nodes, after the reasons and guards of the graph."""
-    guards = traced.guards.guards if traced.guards else ()
-    head = [f"{type(traced.model).__name__}: {len(traced.nodes)} nodes, traced by {traced.tracer}"]
-    head += [f"- {why}" for why in traced.why]
-    head += [f"- holds where {guard}" for guard in guards]
-    return "\n".join([*head, node_table(traced.graph)])
+    head = f"{type(traced.model).__name__}: {len(traced.nodes)} nodes, traced by {traced.tracer}"
+    guards = [f"- holds where {guard}" for guard in (traced.guards.guards if traced.guards else ())]
+    return "\n".join([head, *(f"- {why}" for why in traced.why), *guards, node_table(traced.graph)])

@@ -22,7 +22,7 @@ from fxpipe.errors import DecisionError
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
 from fxpipe.tracing.node_arguments import set_node_device
-from fxpipe.tracing.node_info import info, opaque_call_of, set_info, size_formula, update_info, value_read_of
+from fxpipe.tracing.node_info import info, number_of, opaque_call_of, set_info, update_info, value_read_of
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
@@ -54,10 +54,9 @@ def add_expectations(reads: Sequence[fx.Node]) -> None:
         known = replace(known, read=replace(asked, is_compared_in_stage=True), known_shapes=known.shapes)
         set_info(read, known)
         what = f"{describe_read(read)} ({asked.text} of {read.args[0]}) at {known.source}"
+        arguments = read, asked.value, what
         with read.graph.inserting_after(read):
-            node = read.graph.create_node(
-                "call_function", expect, (read, asked.value, what), name=f"expect_{read.name}"
-            )
+            node = read.graph.create_node("call_function", expect, arguments, name=f"expect_{read.name}")
         set_info(node, known.beside(known_shapes=known.known_shapes))
 
 
@@ -79,8 +78,9 @@ class Guard:
     where: str  # the user's source line
 
     def __str__(self) -> str:
-        file, _, line = self.where.rpartition(":")
-        return f"{self.text} was {_short(self.expected)} at {os.path.basename(file)}:{line}"
+        value = repr(self.expected)
+        short = value if len(value) < 40 else f"{value[:36]} ..."
+        return f"{self.text} was {short} at {os.path.basename(self.where)}"
 
     @property
     def text(self) -> str:
@@ -124,18 +124,18 @@ class Guards:
         return True
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 40 else text[:36] + " ..."
-
-
 def refuse_unguardable(traced: Traced) -> None:
     """Raises `CannotRecord` if a value that was read is unknown before a step; names the modules to keep whole.
 
     Called after recording, and again when data-dependent sizes are known.
     """
-    _refuse_reads_before_python(traced)
-    reads = _reads(traced)
+    for node in traced.graph.nodes:  # a forward with a graph break may read values of the samples in both parts
+        if info(node).is_graph_break:
+            call = opaque_call_of(node)
+            number = calls_before_effects(traced.graph, call.path, call.recorded_calls)
+            if number < call.recorded_calls:
+                raise CannotRecord(call.why, frozenset({call.path} - {""}), calls={call.path: number})
+    reads = [n for n in traced.graph.nodes if info(n).is_guarded_read]
     known = set[fx.Node]().union(*map(_dependencies_of_read, reads))
     sources = {read: source for read in reads if (source := _unknown_source(traced, read, known)) is not None}
     # A value that is only checked may be compared in its stage, since no other node uses it.
@@ -144,35 +144,17 @@ def refuse_unguardable(traced: Traced) -> None:
         add_expectations(list(sources))
         return
     modules = frozenset(path for read in stopping if (path := info(read).module))
-    raise CannotRecord(
-        _unguardable_text(stopping[0], sources[stopping[0]]), modules, calls=_earliest_calls(traced, stopping)
-    )
-
-
-def _refuse_reads_before_python(traced: Traced) -> None:
-    """Raises if a forward with a graph break reads values of the samples in both of its parts."""
-    for node in traced.graph.nodes:
-        if not info(node).is_graph_break:
-            continue
-        call = opaque_call_of(node)
-        path, first = call.path, call.recorded_calls
-        calls = calls_before_effects(traced.graph, path, first)
-        if calls < first:
-            raise CannotRecord(call.why, frozenset({path} - {""}), calls={path: calls})
-
-
-def _earliest_calls(traced: Traced, reads: Iterable[fx.Node]) -> dict[str, int]:
-    """Returns, by path of a module, the number of calls that it makes before the first of these reads."""
-    earliest: dict[str, int] = {}
-    for read in reads:
-        path = info(read).module
-        earliest[path] = min(earliest.get(path, info(read).recorded_at.calls), info(read).recorded_at.calls)
-    return {path: calls_before_effects(traced.graph, path, calls) for path, calls in earliest.items()}
+    earliest: dict[str, int] = {}  # by path of a module, the calls that it makes before the first of these reads
+    for known_read in map(info, stopping):
+        number = known_read.recorded_at.calls
+        earliest[known_read.module] = min(earliest.get(known_read.module, number), number)
+    calls = {path: calls_before_effects(traced.graph, path, number) for path, number in earliest.items()}
+    raise CannotRecord(_unguardable_text(stopping[0], sources[stopping[0]]), modules, calls=calls)
 
 
 def extract_guards(traced: Traced) -> Guards:
     """Moves the reads out of a graph whose fixed sizes are constants."""
-    reads = _reads(traced)
+    reads = [n for n in traced.graph.nodes if info(n).is_guarded_read]
     needs = {read: _dependencies_of_read(read) for read in reads}
     asked = [read for read in reads if set(_source_names(traced, needs[read]))]
     wanted = {n for read in asked for n in needs[read]}
@@ -197,16 +179,12 @@ def input_program(
     copies: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         if node in wanted and is_size(node):
-            copies[node] = program.placeholder(node.name)
-            update_info(copies[node], number=size_formula(node))
+            copies[node], formula = program.placeholder(node.name), info(node).dynamic_number
+            update_info(copies[node], number=number_of(node) if formula is None else formula)
         elif node in wanted:
             copies[node] = program.node_copy(node, copies.__getitem__)
             set_node_device(copies[node], device)
     return tuple(program.nodes), copies
-
-
-def _reads(traced: Traced) -> list[fx.Node]:
-    return [n for n in traced.graph.nodes if info(n).is_guarded_read]
 
 
 def _written_storages(node: fx.Node) -> frozenset[int]:
@@ -223,9 +201,7 @@ def _storages(node: fx.Node) -> frozenset[int]:
 
 def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
     """Returns the nodes that a read depends on, including earlier nodes that write to memory of a dependency."""
-    needed: set[fx.Node] = {read}
-    storages: set[int] = set()
-    node = read
+    needed, storages, node = {read}, set[int](), read
     while node.op != "root":
         if node in needed or not storages.isdisjoint(_written_storages(node)):
             needed.add(node)
@@ -259,7 +235,8 @@ def _unknown_source(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -
     attributes = {str(n.target): n for n in traced.graph.nodes if n.op == "get_attr"}
     own = sorted(s for s in sources if s in attributes)
     parameters = [s for s in own if isinstance(attribute_tensor(traced, attributes[s]), torch.nn.Parameter)]
-    changing = [s for s in own if s in traced.assigned or _is_changed(attributes[s])]
+    written = frozenset[int]().union(*map(_written_storages, traced.graph.nodes))
+    changing = [s for s in own if s in traced.assigned or not written.isdisjoint(_storages(attributes[s]))]
     path, asked = info(read).module, value_read_of(read)
     if _RANDOM_NUMBERS in sources and not _only_decide(needed, known):
         return _RANDOM_NUMBERS
@@ -286,10 +263,6 @@ def _unguardable_text(read: fx.Node, source: str) -> str:
         f"the model{f' in module {path!r}' if path else ''} reads {describe_read(read)} ({value_read_of(read).text}) "
         f"that depends on {source} at {info(read).source}; {remedy}"
     )
-
-
-def _is_changed(attribute: fx.Node) -> bool:
-    return any(not _storages(attribute).isdisjoint(_written_storages(node)) for node in attribute.graph.nodes)
 
 
 def _only_decide(needed: Collection[fx.Node], known: Collection[fx.Node]) -> bool:

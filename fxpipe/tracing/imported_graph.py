@@ -12,9 +12,10 @@ refused, the model is observed while it runs, and gradients and state are compar
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,13 +35,13 @@ from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.forward_rng import OwnGenerators, generator_states, same_generator_states
 from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
 from fxpipe.tracing.model_state import (
-    container_tensors,
     equal_tensors,
     preserve_rng,
     preserve_state,
     python_rng_state,
     same_python_rng_state,
     slots_of,
+    tensors_of,
     without_gradients,
 )
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
@@ -76,10 +77,8 @@ def trace_by_function(
 ) -> Traced:
     """Imports the graph that `function(model)` returns, a `torch.fx.GraphModule` with the model's own parameters.
 
-    Raises:
-        ArgumentTypeError: the function returns something else.
-        ArgumentError: the graph has parameters or buffers that are not the model's.
-        TraceError: the graph has lost something that the model does, or a graph cannot represent it.
+    Raises `ArgumentTypeError` if it returns something else, `ArgumentError` if the graph has parameters or buffers that
+    are not the model's, `TraceError` if it has lost something that the model does, or no graph can represent it.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
     with PATCH_TURN, preserve_state(model), without_gradients(model):
@@ -91,10 +90,16 @@ def trace_by_function(
             f"tracer={name} gives {with_article(module)}; expected a torch.fx.GraphModule of the model"
         )
     held = _extra_tensors(model, module, name)
-    _refuse_module_hooks(model)
+    for path, part in model.named_modules():
+        hooks = user_hooks_of(part) if path else []  # hooks of the model itself run in the pipe
+        if hooks:
+            raise TraceError(
+                f"module {path!r} ({type(part).__name__}) has the hook {hooks[0]!r}, which would not run in the "
+                "pipeline; remove it before fxpipe.pipeline (hook.remove()), or move what it does into forward"
+            )
     before = {key: tensor.detach().clone() for key, tensor in held.items()}
     try:
-        traced = record(model, args, kwargs, run=_runner_of(model, module, name), held=held)
+        traced = record(model, args, kwargs, run=functools.partial(_run_graph, model, module, name), held=held)
         for key, tensor in held.items():
             if not equal_tensors(tensor, before[key]):
                 raise TraceError(
@@ -120,22 +125,15 @@ def trace_by_function(
             "or fake); leave it to recording (tracer='record'), or trace it with values"
         )
     # Export may have decided by the batch size, which its graph does not show.
-    traced = replace(
-        traced,
-        tracer=name,
-        is_recorded=False,
-        recording_options=None,
-        is_for_one_size=takes_input_leaves(module.graph),
-    )
+    is_for_one = takes_input_leaves(module.graph)
+    traced = replace(traced, tracer=name, is_recorded=False, recording_options=None, is_for_one_size=is_for_one)
     return _check_imported(traced, input_leaves(model, args, kwargs)[2])
 
 
 def _extra_tensors(model: nn.Module, module: fx.GraphModule, tracer: str) -> dict[str, torch.Tensor]:
     """Returns the tensors of the user's graph that are not the model's, each once, under names that the model lacks."""
-    own = {slot.name: tensor for slot, tensor in slots_of(model).items()}
-    names = own | container_tensors(model)
-    known = set(map(id, names.values()))
-    held: dict[str, torch.Tensor] = {}
+    names, own = tensors_of(model), {slot.name for slot in slots_of(model)}
+    known, held = set(map(id, names.values())), dict[str, torch.Tensor]()
     for slot, tensor in slots_of(module).items():
         if id(tensor) in known:
             continue
@@ -148,17 +146,6 @@ def _extra_tensors(model: nn.Module, module: fx.GraphModule, tracer: str) -> dic
         free = itertools.chain([slot.name], (f"{slot.name}_{number}" for number in itertools.count(1)))
         held[next(name for name in free if name not in names and name not in held)] = tensor
     return held
-
-
-def _refuse_module_hooks(model: nn.Module) -> None:
-    """Raises `TraceError` if a module has hooks, which would run only once, while the graph is created."""
-    for path, module in model.named_modules():
-        hooks = user_hooks_of(module) if path else []  # hooks of the model itself run in the pipe
-        if hooks:
-            raise TraceError(
-                f"module {path!r} ({type(module).__name__}) has the hook {hooks[0]!r}, which would not run in the "
-                "pipeline; remove it before fxpipe.pipeline (hook.remove()), or move what it does into forward"
-            )
 
 
 # -- the run of a graph under the recorder -----------------------------------------------------------------------------
@@ -175,16 +162,16 @@ class _GraphRun(fx.Interpreter):
         self.needed = _needed_nodes(self.graph)
         for node in self.graph.nodes:
             if getattr(node.target, "__module__", None) == PREDISPATCH_MODULE:
-                line = (_node_origin(node, self.paths) or ("", UNKNOWN_LINE))[1]
+                _, line = _node_origin(node, self.paths) or ("", UNKNOWN_LINE)
                 raise TraceError(
                     f"forward uses a transform of torch.func (vmap, grad) at {line}; write the function out"
                 )
 
     def run_on(self, values: Sequence[Any]) -> Any:
         """Runs the graph with these values for its placeholders."""
+        env = dict(zip(self.graph.find_nodes(op="placeholder"), values, strict=True))
         try:
-            placeholders = self.graph.find_nodes(op="placeholder")
-            return self.run(initial_env=dict(zip(placeholders, values, strict=True)), enable_io_processing=False)
+            return self.run(initial_env=env, enable_io_processing=False)
         finally:
             self.recorder.origin = self.outer_origin
 
@@ -192,17 +179,13 @@ class _GraphRun(fx.Interpreter):
         if n.op != "output" and n not in self.needed:
             return None
         # A called module of the user records its own origin.
-        origin = None if n.op == "call_module" else _node_origin(n, self.paths) or self.outer_origin
-        self.recorder.origin = origin
+        self.recorder.origin = None if n.op == "call_module" else _node_origin(n, self.paths) or self.outer_origin
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, HigherOrderOperator):
-            return self._run_block(target, args)
-        return super().call_function(_PUBLIC.get(target, target), args, kwargs)
-
-    def _run_block(self, target: Any, args: Sequence[Any]) -> Any:
-        """Runs a part of the graph in another thread state."""
+        if not isinstance(target, HigherOrderOperator):
+            return super().call_function(_PUBLIC.get(target, target), args, kwargs)
+        # A part of the graph in another thread state.
         block: contextlib.AbstractContextManager[object]
         if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             block, inner, operands = torch.set_grad_enabled(args[0]), args[1], args[2:]
@@ -219,53 +202,35 @@ class _GraphRun(fx.Interpreter):
             return _GraphRun(self.recorder, inner).run_on(operands)
 
 
-def _runner_of(model: nn.Module, module: fx.GraphModule, tracer: str) -> Callable[..., Any]:
-    """Returns the function (recorder, *args, **kwargs) -> output that runs a graph instead of the model."""
-    placeholders = module.graph.find_nodes(op="placeholder")
-
-    def run(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        if takes_input_leaves(module.graph) and len(leaves) == len(placeholders):
-            return module.graph.process_outputs(_GraphRun(recorder, module).run_on(leaves))
-        bound = _bind_to_forward(model, args, kwargs)
-        return _GraphRun(recorder, module).run_on([_argument(node, bound, tracer) for node in placeholders])
-
-    return run
-
-
-def _argument(placeholder: fx.Node, bound: inspect.BoundArguments, tracer: str) -> Any:
-    """Returns the value for a placeholder, by the name of an argument of forward."""
-    name = str(placeholder.target)
-    if name.startswith("*") and name.lstrip("*") in bound.arguments:
-        return bound.arguments[name.lstrip("*")]
-    if name in bound.arguments:
-        return bound.arguments[name]
-    if placeholder.args:
-        return placeholder.args[0]
-    names = ", ".join(bound.signature.parameters)
-    raise TraceError(f"the graph that {tracer} gives has an input {name!r}; forward takes {names}")
-
-
-def _bind_to_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+def _run_graph(
+    model: nn.Module, module: fx.GraphModule, tracer: str, recorder: Recorder, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a graph instead of the model. Its placeholders are all leaves of the inputs, or arguments of forward."""
+    placeholders, leaves = module.graph.find_nodes(op="placeholder"), pytree.tree_leaves((args, kwargs))
+    if takes_input_leaves(module.graph) and len(leaves) == len(placeholders):
+        return module.graph.process_outputs(_GraphRun(recorder, module).run_on(leaves))
     try:
         bound = inspect.signature(original_module(model).forward).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{type(model).__name__}.forward: {error}") from None
     bound.apply_defaults()
-    return bound
+    values = []
+    for node in placeholders:
+        name = str(node.target).lstrip("*")
+        if name not in bound.arguments and not node.args:
+            names = ", ".join(bound.signature.parameters)
+            raise TraceError(f"the graph that {tracer} gives has an input {node.target!r}; forward takes {names}")
+        values.append(bound.arguments[name] if name in bound.arguments else node.args[0])
+    return _GraphRun(recorder, module).run_on(values)
 
 
 def _needed_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Returns the nodes, except checks and numbers that only checks use."""
     needed: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
-        name = opname(node.target)
+        name, is_tensor = opname(node.target), isinstance(node.meta.get("val"), torch.Tensor)
         is_check = name in _ASSERTIONS or (node.op == "call_module" and str(node.target).endswith(GUARDS_MODULE))
-        is_number = (
-            name in _SCALAR_FUNCTIONS
-            and node.op == "call_function"
-            and not isinstance(node.meta.get("val"), torch.Tensor)
-        )
+        is_number = name in _SCALAR_FUNCTIONS and node.op == "call_function" and not is_tensor
         if not is_check and not (is_number and node.users and not needed.intersection(node.users)):
             needed.add(node)
     return needed
@@ -315,44 +280,18 @@ class _LossDetector(TorchFunctionMode):
     ) -> Any:
         keywords = dict(kwargs or {})
         loss = lost_by_import(func, opname(func), args, keywords)
-        if loss is not None:
-            self._note(*loss)
         if any(t.requires_grad and t.is_leaf and id(t) not in self._known for t in tensors_in((args, keywords))):
-            self._note(
-                "uses a tensor that requires grad and is not the model's", "make it an nn.Parameter of the model"
-            )
+            other = "uses a tensor that requires grad and is not the model's", "make it an nn.Parameter of the model"
+            loss = loss or other
         result = func(*args, **keywords)
         if result is not None and is_grad_fn_access(func, opname(func)):
-            self._note(NODE_PROBLEM, NODE_REMEDY + OPAQUE_REMEDY)
+            loss = loss or (NODE_PROBLEM, NODE_REMEDY + OPAQUE_REMEDY)
+        if loss is not None:
+            self.note(f"the model {loss[0]} at {user_line()}; {loss[1]}")
         return result
 
-    def _note(self, what: str, remedy: str) -> None:
-        self.error = self.error or CannotRecord(f"the model {what} at {user_line()}; {remedy}", is_final=True)
-
-
-@contextlib.contextmanager
-def _detect_losses(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
-    """A block in which the model runs on `inputs`, leaves whose `grad` shows whether backward reached them.
-
-    Raises `CannotRecord` if the model does what only a recording can represent.
-    """
-    before, own_generators = python_rng_state(), OwnGenerators(model)
-    witness = _LossDetector([*slots_of(model).values(), *container_tensors(model).values(), *inputs])
-    with without_gradients(model):
-        with witness:
-            yield
-        leaves = [*model.parameters(), *(x for x in inputs if isinstance(x, torch.Tensor))]
-        has_run_backward = any(leaf.grad is not None for leaf in leaves)
-    if witness.error is not None:
-        raise witness.error
-    if has_run_backward:
-        raise CannotRecord(
-            "forward runs backward, which puts gradients into the model's parameters or inputs; do so outside forward",
-            is_final=True,
-        )
-    if not same_python_rng_state(before, python_rng_state()):
-        raise python_rng_error()
-    own_generators.refuse_drawn()
+    def note(self, text: str) -> None:
+        self.error = self.error or CannotRecord(text, is_final=True)
 
 
 def _observe_model(
@@ -365,16 +304,29 @@ def _observe_model(
 ) -> tuple[Any, list[Any]]:
     """Runs the model on flattened inputs; returns its output, and the states of torch's random generators after it.
 
-    Raises `CannotRecord` if the model does what only a recording, or no graph, can represent. `read`: names of the
-    tensors that the graph reads.
+    Raises `CannotRecord` if only a recording, or no graph, is the model. `read`: names of tensors that the graph reads.
     """
-    inputs = list(map(copy_as_leaf, values))
+    inputs = list(map(copy_as_leaf, values))  # their `grad` shows whether backward reached them
     copies = list(map(writable_copy, inputs))
     args, kwargs = pytree.tree_unflatten(copies, spec)
     with preserve_state(model) as snapshot, preserve_objects(spec):
         torch.manual_seed(seed)
-        with _detect_losses(model, inputs):
-            result = run_model(model, args, kwargs)
+        before, own_generators = python_rng_state(), OwnGenerators(model)
+        witness = _LossDetector([*tensors_of(model).values(), *inputs])
+        with without_gradients(model):
+            with witness:
+                result = run_model(model, args, kwargs)
+            tensors = [*model.parameters(), *(x for x in inputs if isinstance(x, torch.Tensor))]
+            if any(tensor.grad is not None for tensor in tensors):
+                witness.note(
+                    "forward runs backward, which puts gradients into the model's parameters or inputs; do so outside "
+                    "forward"
+                )
+        if witness.error is not None:
+            raise witness.error
+        if not same_python_rng_state(before, python_rng_state()):
+            raise python_rng_error()
+        own_generators.refuse_drawn()
         if changed := changed_input_item(model, (args, kwargs), leaves, copies, spec):
             raise changed_container_error(changed)
         generators = generator_states()

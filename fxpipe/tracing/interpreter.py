@@ -30,17 +30,20 @@ def run_nodes(
     work: Callable[[fx.Node, NodeValues], Any],
     keep: Iterable[fx.Node] | None = None,
 ) -> Iterator[fx.Node]:
-    """Runs nodes in order, and yields each node when its value is in `values`.
+    """Runs nodes of a graph in order, and yields each node when its value is in `values`, which is empty at the start.
 
     Args:
-        nodes: all or some nodes of a graph.
-        values: the results, by node; empty at the start.
-        placeholder: returns the value of a placeholder.
-        attribute: returns the value of a `get_attr` node. Called in order: earlier nodes may change it.
-        work: returns the value of an operation, such as `run_node`.
+        placeholder, attribute, work: return the value of a placeholder, of a `get_attr` node, and of an operation
+            (`run_node`). Called in order: earlier nodes may change an attribute.
         keep: nodes whose values remain; other values are deleted after their last use. None: all remain.
     """
-    unused = {} if keep is None else _last_uses(nodes, keep)
+    unused: dict[fx.Node, list[fx.Node]] = {}  # for each node, the values that no later node uses
+    if keep is not None:
+        seen = {*keep}
+        for node in reversed(nodes):
+            if node.op in CALL_OPS:
+                unused[node] = [n for n in (*node.all_input_nodes, node) if n not in seen]
+                seen.update((*node.all_input_nodes, node))
     for node in nodes:
         if node.op == "placeholder":
             values[node] = placeholder(node)
@@ -53,17 +56,6 @@ def run_nodes(
         yield node
         for used in unused.get(node, ()):
             del values[used]
-
-
-def _last_uses(nodes: Reversible[fx.Node], keep: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Returns, for each node, the values that no later node uses."""
-    uses: dict[fx.Node, list[fx.Node]] = {}
-    seen = {*keep}
-    for node in reversed(nodes):
-        if node.op in CALL_OPS:
-            uses[node] = [n for n in (*node.all_input_nodes, node) if n not in seen]
-            seen.update((*node.all_input_nodes, node))
-    return uses
 
 
 def run_node(node: fx.Node, values: NodeValues) -> Any:
@@ -93,22 +85,16 @@ def naming_node(node: fx.Node, doing: str) -> Iterator[None]:
 
 
 def copy_as_leaf(value: Any) -> Any:
-    """Copies an input as a leaf of autograd. Values that are not tensors are copied only if they are mutable."""
-    if isinstance(value, torch.Tensor):
-        return _copy_in_memory(value.detach()).requires_grad_(value.requires_grad)
-    is_changeable = isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy"
-    return copy(value) if is_changeable else value
-
-
-def _copy_in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor with its strides, including gaps and expanded dimensions."""
-    copied = tensor.clone()
-    if tensor.layout != torch.strided or copied.stride() == tensor.stride() or not tensor.numel():
-        return copied
-    one = tensor
-    for dim in (dim for dim, stride in enumerate(tensor.stride()) if stride == 0):
-        one = one.narrow(dim, 0, 1)
-    return one.new_empty_strided(one.shape, one.stride()).copy_(one).expand(tensor.shape)
+    """Copies an input as a leaf of autograd, with its strides (gaps, expanded dimensions); other values if mutable."""
+    if not isinstance(value, torch.Tensor):
+        is_changeable = isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy"
+        return copy(value) if is_changeable else value
+    one, copied = value.detach(), value.detach().clone()
+    if value.layout == torch.strided and copied.stride() != value.stride() and value.numel():
+        for dim in (dim for dim, stride in enumerate(value.stride()) if stride == 0):
+            one = one.narrow(dim, 0, 1)
+        copied = one.new_empty_strided(one.shape, one.stride()).copy_(one).expand(value.shape)
+    return copied.requires_grad_(value.requires_grad)
 
 
 def writable_copy(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ import sys
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from fxpipe.utils import accelerator
 from fxpipe.utils.pytree import map_tensor_leaves
 
 _KINDS = ("parameter", "buffer", "attribute")
+_TIED = "a tensor that requires grad, which would tie one step's graph to the next; detach it"
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -51,11 +52,7 @@ class Slot:
         return f"{self.path}.{self.key}" if self.path else self.key
 
     def store(self, model: nn.Module) -> dict[str, Any]:
-        module = model.get_submodule(self.path)
-        return tensor_stores(module)[_KINDS.index(self.kind)]
-
-    def get(self, model: nn.Module) -> Any:
-        return self.store(model)[self.key]
+        return tensor_stores(model.get_submodule(self.path))[_KINDS.index(self.kind)]
 
 
 def slots_of(model: nn.Module) -> dict[Slot, torch.Tensor]:
@@ -100,13 +97,17 @@ def container_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns all tensors that modules hold, also in containers, by name."""
+    return {slot.name: tensor for slot, tensor in slots_of(model).items()} | container_tensors(model)
+
+
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Sets a buffer or an attribute, like an assignment in forward."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     buffers = own_buffers(module)
-    store = buffers if key in buffers else module.__dict__
-    store[key] = value
+    (buffers if key in buffers else module.__dict__)[key] = value
 
 
 def equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -143,10 +144,8 @@ def set_python_rng_state(states: tuple[Any, Any]) -> None:
 
 
 def same_python_rng_state(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
-    if left[0] != right[0]:
-        return False
-    if left[1] is None or right[1] is None:
-        return True
+    if left[0] != right[0] or left[1] is None or right[1] is None:
+        return bool(left[0] == right[0])
     return bool((left[1][1] == right[1][1]).all()) and left[1][2:] == right[1][2:]
 
 
@@ -154,8 +153,7 @@ def _containers_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str,
     """Yields the lists, dicts and sets in an attribute with copies, outer ones first."""
     if depth and isinstance(value, (list, dict, set, deque)):
         yield name, value, _copy_of_container(value)
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _containers_in(f"{name}[{key!r}]", item, depth - 1)
 
 
@@ -187,11 +185,6 @@ def _holds_only_computation(name: str, container: Any) -> bool:
     return name.endswith("_forward_hooks") and all(map(is_computation_hook, container.values()))
 
 
-def _is_unchanged(before: Any, now: Any) -> bool:
-    """Returns whether an attribute is unchanged. New tensors do not count: they are outputs of the graph."""
-    return before is now or isinstance(now, torch.Tensor) or are_equal_plainly(before, now)
-
-
 def are_equal_plainly(left: Any, right: Any) -> bool:
     """Returns whether values are equal numbers, texts, None, or lists, tuples and dicts of such."""
     if isinstance(left, dict) and type(left) is type(right):
@@ -218,18 +211,14 @@ class Snapshot:
 
     model: nn.Module
     slots: dict[Slot, torch.Tensor]
-    written_parameters: list[str] = field(default_factory=list)
     written_attributes: list[str] = field(default_factory=list)  # values that are not tensors: counters, caches
-    grad_switched: list[str] = field(default_factory=list)  # tensors whose `requires_grad` has changed
-    tied: list[str] = field(default_factory=list)  # tensors that received values that require grad
-    reshaped: list[str] = field(default_factory=list)  # tensors whose shape has changed
     refilled_containers: list[str] = field(default_factory=list)  # lists and dicts that hold other tensors
     # Path of a module, one of its dicts (attributes, parameters, ...), a copy of the dict.
     dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _copies: list[tuple[str, _TensorCopy]] = field(default_factory=list)
     _containers: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, container, copy
     _dtype: torch.dtype = torch.float32
-    _dtype_changed: bool = False
+    _errors: dict[int, CannotRecord] = field(default_factory=dict)  # for other changes, by rank: the least is raised
 
     @classmethod
     def take(cls, model: nn.Module) -> Snapshot:
@@ -270,22 +259,17 @@ class Snapshot:
     def assigned(self, read: Collection[str]) -> dict[str, torch.Tensor]:
         """Returns the buffers and attributes that forward has set to other tensors, by name. Call it before `restore`.
 
-        Args:
-            read: names of the tensors that forward reads.
-
-        Raises:
-            CannotRecord: forward has set something that a graph cannot pass to the next step.
+        `read`: names of the tensors that forward reads. Raises `CannotRecord` if forward has set something that a graph
+        cannot pass to the next step.
         """
         assigned: dict[str, torch.Tensor] = {}
         for slot, tensor in slots_of(self.model).items():
             if tensor is self.slots.get(slot):
                 continue
             if slot.kind == "parameter":
-                raise CannotRecord(
-                    f"forward sets the parameter {slot.name!r}; set parameters outside forward", is_final=True
-                )
+                raise _final_error(f"sets the parameter {slot.name!r}; set parameters outside forward")
             if tensor.requires_grad and not (slot.kind == "attribute" and slot.name not in read):
-                raise _tied_error(f"sets {slot.name!r} to")
+                raise _final_error(f"sets {slot.name!r} to {_TIED}")
             before = self.slots.get(slot)
             is_read = before is not None and (slot.name in read or not before.numel())  # `if not self.mask.numel()`
             if before is not None and is_read and tensor.shape != before.shape:
@@ -305,11 +289,15 @@ class Snapshot:
                 kept.alias, kept.value = kept.tensor.detach(), kept.tensor.detach().clone()
 
     def restore(self) -> None:
-        self.reshaped += [name for name, _ in self.tensors_reshaped()]
-        cached = [x for path, store, before in self.dicts for x in _cached_numbers(self.model, path, store, before)]
+        for name, _ in self.tensors_reshaped():
+            self._errors.setdefault(2, _reshaped_error(name))
+        cached = [*self._cached_numbers()]
         for path, store, before in self.dicts:
             for key in [*before, *(key for key in store if key not in before)]:
-                if key not in COMPUTATION_ATTRIBUTES and not _is_unchanged(before.get(key, self), store.get(key, self)):
+                old, now = before.get(key, self), store.get(key, self)
+                # New tensors do not count: they are outputs of the graph.
+                is_unchanged = old is now or isinstance(now, torch.Tensor) or are_equal_plainly(old, now)
+                if key not in COMPUTATION_ATTRIBUTES and not is_unchanged:
                     self.written_attributes.append(f"{path}.{key}" if path else key)
             store.clear()
             store.update(before)
@@ -324,26 +312,42 @@ class Snapshot:
         for name, kept in self._copies:
             self._put_back(name, kept)
         for path, key, value in cached:
-            module = self.model.get_submodule(path)
-            if _is_of_module_alone(module, key, value):  # it may stay
+            module, alone = self.model.get_submodule(path), object()
+            with preserve_rng(), contextlib.suppress(Exception):
+                alone = inspect.getattr_static(type(module), key).func(module)
+            if type(alone) is type(value) and alone == value:  # without what forward has set: it may stay
                 module.__dict__[key] = value
                 self.written_attributes.remove(f"{path}.{key}" if path else key)
-        self._dtype_changed = torch.get_default_dtype() != self._dtype
+        if torch.get_default_dtype() != self._dtype:
+            text = "changes the default dtype; do so outside forward, or pass dtype= to the functions"
+            self._errors.setdefault(4, _final_error(text))
         torch.set_default_dtype(self._dtype)
+
+    def _cached_numbers(self) -> Iterator[tuple[str, str, Any]]:
+        """Yields the new numbers and texts of a `functools.cached_property`: path of the module, name, value."""
+        for path, store, before in self.dicts:
+            for key in store.keys() - before.keys():
+                kept = inspect.getattr_static(type(self.model.get_submodule(path)), key, None)
+                if isinstance(kept, cached_property) and type(store[key]) in _PLAIN:
+                    yield path, key, store[key]
 
     def _put_back(self, name: str, kept: _TensorCopy) -> None:
         if kept.tensor.requires_grad != kept.requires_grad:
             if kept.tensor.is_leaf:
-                self.grad_switched.append(name)
+                text = f"switches gradients of {name!r} on or off (requires_grad); do so before the model is called"
+                self._errors.setdefault(1, _final_error(text))
                 kept.tensor.requires_grad_(kept.requires_grad)
             else:
-                self.tied.append(name)
+                self._errors.setdefault(3, _final_error(f"writes into {name!r} {_TIED}"))
                 if base_of(kept.tensor) is None:  # a view cannot be detached in place
                     kept.tensor.detach_()
         changed = version_of(kept.tensor) != kept.version
         if kept.value is None:
             if changed:
-                self.written_parameters.append(name)
+                remedy = (
+                    "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward"
+                )
+                self._errors.setdefault(0, _final_error(f"writes to the parameter {name!r}; {remedy}"))
             return
         if kept.tensor.layout == torch.strided and not kept.alias.is_set_to(kept.tensor):
             kept.tensor.data = kept.alias
@@ -354,51 +358,14 @@ class Snapshot:
 
     def refuse_changes(self, overwritten: Collection[str] = ()) -> None:
         """Raises `CannotRecord` for changes that a graph does not make. `overwritten`: attributes that may change."""
-        if self.written_parameters:
-            raise CannotRecord(
-                f"forward writes to the parameter {self.written_parameters[0]!r}; keep what forward changes in a "
-                "buffer (register_buffer), or change the parameter outside forward",
-                is_final=True,
-            )
-        if self.grad_switched:
-            raise CannotRecord(
-                f"forward switches gradients of {self.grad_switched[0]!r} on or off (requires_grad); do so before the "
-                "model is called",
-                is_final=True,
-            )
-        if self.reshaped:
-            raise _reshaped_error(self.reshaped[0])
-        if self.tied:
-            raise _tied_error(f"writes into {self.tied[0]!r}")
-        if self._dtype_changed:
-            raise CannotRecord(
-                "forward changes the default dtype; do so outside forward, or pass dtype= to the functions",
-                is_final=True,
-            )
+        if self._errors:
+            raise self._errors[min(self._errors)]
         if written := [name for name in self.written_attributes if name not in overwritten]:
             raise MakesState(
                 f"forward changes the attribute {written[0]!r}, which is no tensor: a graph cannot "
                 "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward",
                 is_final=True,
             )
-
-
-def _cached_numbers(
-    model: nn.Module, path: str, store: Mapping[str, Any], before: Mapping[str, Any]
-) -> Iterator[tuple[str, str, Any]]:
-    """Yields the new numbers and texts of a `functools.cached_property`: path of the module, name, value."""
-    for key in store.keys() - before.keys():
-        kind = type(model.get_submodule(path))
-        if isinstance(inspect.getattr_static(kind, key, None), cached_property) and type(store[key]) in _PLAIN:
-            yield path, key, store[key]
-
-
-def _is_of_module_alone(module: nn.Module, key: str, value: Any) -> bool:
-    """Returns whether a cached property has this value in the module without what forward has set."""
-    with preserve_rng(), contextlib.suppress(Exception):
-        own = inspect.getattr_static(type(module), key).func(module)
-        return type(own) is type(value) and own == value
-    return False
 
 
 @contextlib.contextmanager
@@ -423,11 +390,8 @@ def _reshaped_error(name: str) -> CannotRecord:
     )
 
 
-def _tied_error(does: str) -> CannotRecord:
-    return CannotRecord(
-        f"forward {does} a tensor that requires grad, which would tie one step's graph to the next; detach it",
-        is_final=True,
-    )
+def _final_error(does: str) -> CannotRecord:
+    return CannotRecord(f"forward {does}", is_final=True)
 
 
 @contextlib.contextmanager
@@ -446,10 +410,8 @@ def preserve_state(model: nn.Module) -> Iterator[Snapshot]:
 # A model that is spread over the devices of its stages cannot run as it is: to trace another graph (evaluation), its
 # tensors temporarily move to the CPU.
 
-
 RECORDING_SHARE = 0.5  # share of a device's free memory for the model; activations need the rest
-# Fallback if memory runs out.
-SMALL_RECORDING_SHARE = 1 / 16
+SMALL_RECORDING_SHARE = 1 / 16  # fallback if memory runs out
 
 
 def recording_device(model: nn.Module, workers: Iterable[torch.device] = ()) -> torch.device | None:
@@ -469,8 +431,7 @@ def recording_device(model: nn.Module, workers: Iterable[torch.device] = ()) -> 
 
 
 def _model_tensors(model: nn.Module) -> list[torch.Tensor]:
-    held = (*slots_of(model).values(), *container_tensors(model).values())
-    return list({id(tensor): tensor for tensor in held}.values())
+    return list({id(tensor): tensor for tensor in tensors_of(model).values()}.values())
 
 
 @contextlib.contextmanager
@@ -478,14 +439,17 @@ def model_on(model: nn.Module, device: torch.device | None, share: float = RECOR
     """A block in which the data of the model's tensors is on this device; None: it stays in place.
 
     Tensors remain the same objects, share memory as before and have no gradients. Data and gradients are restored after
-    the block. Arguments that a function accepts only on the CPU are copied there (`host_arguments`).
-
-    Args:
-        share: of the device's free memory. A larger model is offloaded (`parameter_offload`).
+    the block. Arguments that a function accepts only on the CPU are copied there (`host_arguments`). A model larger
+    than this `share` of the device's free memory is offloaded (`parameter_offload`).
     """
     tensors = [] if device is None else [t for t in _model_tensors(model) if t.device != device]
-    room = None if device is None else _room_on(device, tensors, share)
-    offloaded = [] if room is None else _offloadable(tensors)
+    figures = None if device is None else accelerator.memory_figures(device)
+    room = 0 if figures is None else int(share * figures.available)
+    offloaded: list[torch.Tensor] = []
+    if figures is not None and _storage_bytes(tensors) > room:
+        # Not buffers, which may change, and not parameters that share memory with other tensors.
+        others = {storage_of(tensor) for tensor in tensors if not can_be_offloaded(tensor)}
+        offloaded = [t for t in tensors if can_be_offloaded(t) and storage_of(t) not in others]
     kinds = {id(t) for t in offloaded}
     away = [(tensor, tensor.data, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
     whole = [tensor for tensor in tensors if id(tensor) not in kinds]
@@ -500,15 +464,13 @@ def model_on(model: nn.Module, device: torch.device | None, share: float = RECOR
         with contextlib.ExitStack() as stack:
             if device is not None and device.type != "cpu":
                 stack.enter_context(HostArgumentConversion())
-            if device is not None and room is not None and offloaded:
-                left = max(0, room - _storage_bytes(whole))
-                parameters = stack.enter_context(offload_parameters(offloaded, device, left))
+            if device is None or not offloaded:
                 yield
-                parameters.keep(
-                    t for t in _model_tensors(model) if id(t) not in kinds
-                )  # tensors that forward has created meanwhile
-            else:
-                yield
+                return
+            left = max(0, room - _storage_bytes(whole))
+            parameters = stack.enter_context(offload_parameters(offloaded, device, left))
+            yield
+            parameters.keep(t for t in _model_tensors(model) if id(t) not in kinds)  # that forward has created
     finally:
         if away:
             torch.clear_autocast_cache()  # casts of the new data
@@ -518,26 +480,11 @@ def model_on(model: nn.Module, device: torch.device | None, share: float = RECOR
                 tensor.grad = gradient
 
 
-def _room_on(device: torch.device, tensors: Sequence[torch.Tensor], share: float) -> int | None:
-    """Returns the bytes available for tensors on a device; None if all of them fit."""
-    figures = accelerator.memory_figures(device)
-    if figures is None:
-        return None
-    room = int(share * figures.available)
-    return room if _storage_bytes(tensors) > room else None
-
-
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     storages = {
         storage_of(t): t.untyped_storage().nbytes() if t.layout == torch.strided else tensor_bytes(t) for t in tensors
     }
     return sum(storages.values())
-
-
-def _offloadable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the parameters that do not share memory with other tensors. Buffers may change and are not offloaded."""
-    others = {storage_of(tensor) for tensor in tensors if not can_be_offloaded(tensor)}
-    return [tensor for tensor in tensors if can_be_offloaded(tensor) and storage_of(tensor) not in others]
 
 
 def _copies_on(tensors: Sequence[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
@@ -587,7 +534,10 @@ def look_on_recording_device(
             first = first or error
             if allocator_error(error) is None or is_there:
                 break
-            _free_frames(error)
+            cause: BaseException | None = error
+            while cause is not None:  # frees the objects in its frames
+                traceback.clear_frames(cause.__traceback__)
+                cause = cause.__cause__ or cause.__context__
     host = torch.device("cpu")
     try:
         with model_on(model, host):
@@ -603,13 +553,6 @@ def look_on_recording_device(
         raise error from None
     finally:
         del first  # breaks the cycle between the error and its frames
-
-
-def _free_frames(error: BaseException | None) -> None:
-    """Frees the objects in the frames of an error and its causes."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def move_inputs(inputs: Any, device: torch.device | None) -> Any:

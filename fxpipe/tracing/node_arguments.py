@@ -73,11 +73,7 @@ def set_node_device(node: fx.Node, device: torch.device) -> None:
             node.target, node.args, node.kwargs = "to", (node.args[0], device), {}
         elif node.target == "to" and len(node.args) > 1 and isinstance(node.args[1], (str, int)):
             node.args = (node.args[0], device, *node.args[2:])
-    elif _is_factory(node) and node.kwargs.get("device") is None and device.type != "cpu":
-        node.kwargs = {**node.kwargs, "device": device}
-
-
-def _is_factory(node: fx.Node) -> bool:
-    function = node.target
-    is_torchs = str(getattr(function, "__module__", None) or "torch").startswith("torch")
-    return is_torchs and opname(function) in _FACTORIES
+    elif node.kwargs.get("device") is None and device.type != "cpu":
+        is_of_torch = str(getattr(node.target, "__module__", None) or "torch").startswith("torch")
+        if is_of_torch and opname(node.target) in _FACTORIES:
+            node.kwargs = {**node.kwargs, "device": device}

@@ -29,6 +29,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -221,23 +222,20 @@ class OffloadedParameters:
     def _fetch(self, used: Sequence[_Offloaded]) -> None:
         with self._lock:
             for one in used:
-                if one.stream is None:
-                    self._release(self._room - one.home.nbytes)
-                    self._fetch_absent(one)
-                    self._bytes += one.home.nbytes
-                else:
+                if one.stream is not None:
                     one.fetch(self._device)
-                    del self._fetched[one]
+                    self._fetched[one] = self._fetched.pop(one)  # most recently used
+                    continue
+                self._release(self._room - one.home.nbytes)
+                try:
+                    one.fetch(self._device)
+                except torch.OutOfMemoryError:  # other allocations need more memory than `room` leaves
+                    while len(self._read) > _LEAST_READ:
+                        self._read.popleft()
+                    self._release(0)
+                    one.fetch(self._device)
+                self._bytes += one.home.nbytes
                 self._fetched[one] = None
-
-    def _fetch_absent(self, one: _Offloaded) -> None:
-        try:
-            one.fetch(self._device)
-        except torch.OutOfMemoryError:  # other allocations need more memory than `room` leaves
-            while len(self._read) > _LEAST_READ:
-                self._read.popleft()
-            self._release(0)
-            one.fetch(self._device)
 
     def _release(self, most: int) -> None:
         """Releases unused storages until the fetched ones take at most `most` bytes."""
@@ -256,15 +254,10 @@ class OffloadedParameters:
         The model runs repeatedly, so the most recently used storage is needed last; but a part of the room is for
         loops.
         """
-        latest: list[_Offloaded] = []
-        size = 0
-        for one in reversed(self._fetched):
-            size += one.home.nbytes
-            if size > _LATEST_SHARE * self._room:
-                break
-            latest.append(one)
-        others = [*self._fetched][: len(self._fetched) - len(latest)]
-        return [*reversed(others), *reversed(latest)]
+        fetched = [*reversed(self._fetched)]
+        sizes = accumulate(one.home.nbytes for one in fetched)
+        latest = sum(size <= _LATEST_SHARE * self._room for size in sizes)
+        return [*fetched[latest:], *reversed(fetched[:latest])]
 
 
 class _Current(threading.local):

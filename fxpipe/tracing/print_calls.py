@@ -12,36 +12,27 @@ import io
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from fxpipe.tracing.record.opaque_call import active
 
-
-@dataclass(slots=True)
-class _PrintState:
-    """The prints of forward in one thread since planning began."""
-
-    is_first_run: bool = True
-    lost: dict[str, None] = field(default_factory=dict)  # source lines of prints that steps will not run
-
-
 _lock = threading.Lock()
-_by_thread: dict[int, _PrintState] = {}
+_lost: dict[int, dict[str, None]] = {}  # by thread that plans: source lines of prints that steps will not run
+_in_first_run = set[int]()  # threads in which the model has not run yet
 _print = builtins.print
 
 
 def _print_once(*values: Any, file: Any = None, **settings: Any) -> None:
-    prints = _by_thread.get(threading.get_ident())
-    if prints is None or file not in (None, sys.stdout):
-        _print(*values, file=file, **settings)
-        return
-    recorder = active.recorder
-    if recorder is not None and not recorder.paused and prints.is_first_run:
-        prints.lost[recorder.source] = None
-    _print(*values, file=file if prints.is_first_run else io.StringIO(), **settings)
+    here = threading.get_ident()
+    if here in _lost and file in (None, sys.stdout):
+        recorder = active.recorder
+        if here not in _in_first_run:
+            file = io.StringIO()
+        elif recorder is not None and not recorder.paused:
+            _lost[here][recorder.source] = None
+    _print(*values, file=file, **settings)
 
 
 @contextlib.contextmanager
@@ -49,27 +40,32 @@ def mute_repeated_prints(is_first_run: bool = True) -> Iterator[None]:
     """A block in which `print` works until the model has run once."""
     global _print
     here = threading.get_ident()
-    if here in _by_thread:
+    if here in _lost:
         yield
         return
-    prints = _PrintState(is_first_run)
     with _lock:
         if builtins.print is not _print_once:
             _print, builtins.print = builtins.print, _print_once
-        _by_thread[here] = prints
+        _lost[here] = {}
+        _in_first_run.update({here} if is_first_run else ())
     try:
         yield
     finally:
         with _lock:
-            del _by_thread[here]
-            if not _by_thread and builtins.print is _print_once:
+            end_first_run()
+            del _lost[here]
+            if not _lost and builtins.print is _print_once:
                 builtins.print = _print
 
 
 def lost_prints() -> tuple[str, ...]:
     """Returns the source lines of prints of forward in this block, which steps will not run."""
-    prints = _by_thread.get(threading.get_ident())
-    return () if prints is None else (*prints.lost,)
+    return tuple(_lost.get(threading.get_ident(), ()))
+
+
+def end_first_run() -> None:
+    """Ends the first run of the model: later runs do not print."""
+    _in_first_run.discard(threading.get_ident())
 
 
 def text_of_prints(model: nn.Module, lines: Sequence[str]) -> str:
@@ -80,10 +76,3 @@ def text_of_prints(model: nn.Module, lines: Sequence[str]) -> str:
         "in a step, which runs the graph of what forward computes; to print in each step, put a forward hook on a "
         "module inside (register_forward_hook), or keep the module that prints whole (leaf_modules=)"
     )
-
-
-def end_first_run() -> None:
-    """Ends the first run of the model: later runs do not print."""
-    prints = _by_thread.get(threading.get_ident())
-    if prints is not None:
-        prints.is_first_run = False

@@ -10,6 +10,7 @@ import linecache
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -17,25 +18,16 @@ from typing import Any
 
 import torch
 
-# replaces a missing line, as in torch's own modules when fxpipe calls them
-UNKNOWN_LINE = "unknown"
+UNKNOWN_LINE = "unknown"  # a missing line, as in torch's own modules when fxpipe calls them
 
 # With the separator: torchvision is next to torch, but counts as user code.
-_LIBRARY_DIRS = tuple(
-    os.path.join(directory, "") for directory in (torch.__path__[0], os.path.dirname(os.path.dirname(__file__)))
-)
-
-_DISPATCH_FILES = (
-    _LIBRARY_DIRS[1],
-    os.path.join(_LIBRARY_DIRS[0], "_tensor"),
-    os.path.join(_LIBRARY_DIRS[0], "overrides"),
-)
-_DISTRIBUTIONS = os.path.join(_LIBRARY_DIRS[0], "distributions", "")
+_TORCH, _FXPIPE = (os.path.join(d, "") for d in (torch.__path__[0], os.path.dirname(os.path.dirname(__file__))))
+_DISPATCH_FILES = (_FXPIPE, f"{_TORCH}_tensor", f"{_TORCH}overrides")
 
 
 def is_user_file(file: str) -> bool:
     """Returns whether a file belongs neither to torch nor to fxpipe, nor to a decorator between them."""
-    return not file.startswith((*_LIBRARY_DIRS, contextlib.__file__, "<frozen "))  # decorators, and `python -m`
+    return not file.startswith((_TORCH, _FXPIPE, contextlib.__file__, "<frozen "))  # decorators, and `python -m`
 
 
 def user_line() -> str:
@@ -57,23 +49,21 @@ def is_check() -> bool:
     if frame is None:
         return False
     file = frame.f_code.co_filename
-    return file.startswith(_DISTRIBUTIONS) or frame.f_lineno in _lines_of_checks(
-        file, "".join(linecache.getlines(file))
-    )
+    is_of_torch = file.startswith(os.path.join(_TORCH, "distributions", ""))
+    return is_of_torch or frame.f_lineno in _lines_of_checks("".join(linecache.getlines(file)))
 
 
 @functools.lru_cache(maxsize=256)
-def _lines_of_checks(file: str, text: str) -> frozenset[int]:
+def _lines_of_checks(text: str) -> frozenset[int]:
     """Returns the lines of conditions that raise if they are true, or if they are false."""
     lines = set[int]()
     try:
-        nodes = [*ast.walk(ast.parse(text))]
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.If, ast.Assert))]
     except (SyntaxError, ValueError):
         return frozenset()
     for node in nodes:
-        is_raising = isinstance(node, ast.If) and any(map(_ends_in_raise, (node.body, node.orelse)))
-        if isinstance(node, ast.Assert) or is_raising:
-            test: ast.expr = node.test  # type: ignore[attr-defined]
+        if isinstance(node, ast.Assert) or _ends_in_raise(node.body) or _ends_in_raise(node.orelse):
+            test = node.test
             if not any(isinstance(part, (ast.BoolOp, ast.IfExp, ast.NamedExpr)) for part in ast.walk(test)):
                 lines.update(range(test.lineno, (test.end_lineno or test.lineno) + 1))
     return frozenset(lines)
@@ -99,9 +89,8 @@ def code_of_function(function: Callable[..., Any]) -> CodeType | None:
         code = getattr(wrapper.__wrapped__, "__code__", None)
         return code is not None and not is_user_file(code.co_filename)
 
-    result: CodeType | None = getattr(
-        inspect.unwrap(getattr(function, "__func__", function), stop=wraps_library), "__code__", None
-    )
+    plain = inspect.unwrap(getattr(function, "__func__", function), stop=wraps_library)
+    result: CodeType | None = getattr(plain, "__code__", None)
     return result
 
 
@@ -117,15 +106,12 @@ def warn_user(message: str) -> None:
 def line_in_stack(text: str) -> str:
     """Returns the innermost line of a formatted stack outside torch and fxpipe, or ""."""
     entries = re.findall(r'File "([^"]+)", line (\d+)', text)
-    users = [(file, line) for file, line in entries if not file.startswith((*_LIBRARY_DIRS, "torch/", "<"))]
+    users = [(file, line) for file, line in entries if not file.startswith((_TORCH, _FXPIPE, "torch/", "<"))]
     return ":".join(users[-1]) if users else ""
 
 
 def line_of_error(error: BaseException) -> str:
     """Returns the innermost line of an exception's traceback outside torch and fxpipe."""
-    line, entry = UNKNOWN_LINE, error.__traceback__
-    while entry is not None:
-        if not entry.tb_frame.f_code.co_filename.startswith((*_LIBRARY_DIRS, "<")):
-            line = f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"
-        entry = entry.tb_next
-    return line
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    lines = [f"{file}:{line}" for file, line in frames if not file.startswith((_TORCH, _FXPIPE, "<"))]
+    return lines[-1] if lines else UNKNOWN_LINE

@@ -6,7 +6,7 @@
    it, methods that use no modules inside are kept whole first; then recording goes as far as it can, and the rest of
    forward is one node (`graph_break`).
 
-With a function (`tracer=`), its graph is the only candidate. If a graph fails one of the passes (`tracing_passes`), the
+With a function (`tracer=`), its graph is the only candidate. If a graph fails one of the passes (`run_passes`), the
 next way is tried. Errors that no graph can avoid, and errors of the model itself, end the search immediately.
 """
 
@@ -24,19 +24,38 @@ from fxpipe._torch.module_internals import MODULE_DICT_KEYS, all_modules
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.fake_tensors import is_faked
-from fxpipe.tracing.guards import expectations_of, refuse_unguardable
+from fxpipe.tracing.guards import expectations_of, extract_guards, refuse_unguardable
 from fxpipe.tracing.imported_graph import trace_by_function
+from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, active, methods_to_keep
-from fxpipe.tracing.record.other_sizes import record_small_batch, record_with_batch_numbers
+from fxpipe.tracing.record.other_sizes import read_untracked_sizes, record_small_batch, record_with_batch_numbers
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.recorded_sizes import Disguise
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.input_dims import candidate_dims, cut_elements, other_in_dims
+from fxpipe.tracing.shapes.input_values import with_head
+from fxpipe.tracing.shapes.output_dims import of_any_sizes, read_by_python_only, without_tail
+from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.trace_request import TraceRequest
-from fxpipe.tracing.traced import GraphBreak, RecordingOptions, Traced
-from fxpipe.tracing.tracing_passes import run_passes
-from fxpipe.tracing.verify.equivalence import take_samples
-from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, may_replace, values_differ_message
+from fxpipe.tracing.traced import GraphBreak, RecordingOptions, Traced, opaque_name
+from fxpipe.tracing.verify.dynamic_sizes_check import check_dynamic_sizes
+from fxpipe.tracing.verify.effects import effects_of_changed, refuse_differing_writes, refuse_unwritable_inputs
+from fxpipe.tracing.verify.equivalence import (
+    check_against_model,
+    check_training_equivalence,
+    effects_unverified,
+    take_samples,
+)
+from fxpipe.tracing.verify.micro_batch_sizes import (
+    OtherMicroBatchesError,
+    holds_for_micro_batches,
+    may_replace,
+    must_compare_micro_batches,
+    values_differ_message,
+)
+from fxpipe.tracing.verify.sample_rows import join_sample_rows
+from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
+from fxpipe.utils.progress import phase
 from fxpipe.utils.python_state import PythonState
 
 LARGE_NODE_SHARE = 0.5  # share of the parameters above which one node is too large
@@ -47,10 +66,8 @@ def find_graph(request: TraceRequest) -> Traced:
 
     If the inputs disagree on the batch, or all outputs need all samples, it is tried which inputs hold the batch; if
     forward loops over the samples, whether a graph for one size of micro-batches is right. If the mini-batch stays
-    whole, a graph that can be split is still better: it is valid for other numbers of samples.
-
-    Raises:
-        TraceError: no graph was found; the message contains the reason and the remedy.
+    whole, a graph that can be split is still better: it is valid for other numbers of samples. Raises `TraceError` with
+    the reason and the remedy, if no graph was found.
     """
     first, failure, as_asked = None, None, list[Any]()
     try:
@@ -94,7 +111,16 @@ def _graph_of_parts(request: TraceRequest) -> Traced:
 def _graph_of_all_samples(request: TraceRequest) -> Traced:
     """Returns the graph of the user's function, or a recording, adding options after each failure."""
     if not isinstance(request.tracer, str):
-        return _import(request)
+        marks = active.missed_marks
+        traced = trace_by_function(request.model, request.tracer, request.args, request.kwargs)
+        if active.missed_marks != marks:
+            raise TraceError(
+                "fxpipe.cut() is seen by recording only; take the calls out, or cut by names (balance=[...])"
+            )
+        # The attributes that forward reads are unknown: the graph depends on all of them.
+        modules = all_modules(request.model)
+        places = [(m.__dict__, name) for m in modules for name in m.__dict__.keys() - MODULE_DICT_KEYS]
+        return replace(run_passes(traced, request), python_state=PythonState(values=modules, places=places))
     options = RecordingOptions(dict(request.leaf_modules), may_overwrite=request.may_overwrite)
     first: TraceError | None = None
     while True:
@@ -127,19 +153,6 @@ def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
     )
 
 
-def _import(request: TraceRequest) -> Traced:
-    model = request.model
-    assert not isinstance(request.tracer, str)
-    marks = active.missed_marks
-    traced = trace_by_function(model, request.tracer, request.args, request.kwargs)
-    if active.missed_marks != marks:
-        raise TraceError("fxpipe.cut() is seen by recording only; take the calls out, or cut by names (balance=[...])")
-    # The attributes that forward reads are unknown: the graph depends on all of them.
-    places = [(m.__dict__, name) for m in all_modules(model) for name in m.__dict__.keys() - MODULE_DICT_KEYS]
-    state = PythonState(values=all_modules(model), places=places)
-    return replace(run_passes(traced, request), python_state=state)
-
-
 def _record_without_caches(request: TraceRequest, options: RecordingOptions) -> Traced:
     """Records and runs all passes; without caches, if a cache with sizes as keys prevents dynamic sizes."""
     recordings: list[Traced] = []
@@ -154,7 +167,10 @@ def _record_without_caches(request: TraceRequest, options: RecordingOptions) -> 
     if not options.in_compile_mode and any(recording.has_keys_of_sizes for recording in recordings):
         with contextlib.suppress(Exception):
             other = _record_by_size(request, replace(options, in_compile_mode=True), [])
-            if traced is None or _is_for_more_sizes(other, traced):
+            if traced is None:
+                return other
+            dims, fewer = other.dynamic.formulas.keys(), traced.dynamic.formulas.keys()
+            if dims > fewer or (dims == fewer and traced.has_keys_of_sizes and not other.has_keys_of_sizes):
                 return other
     if traced is None:
         assert error is not None
@@ -162,21 +178,11 @@ def _record_without_caches(request: TraceRequest, options: RecordingOptions) -> 
     return traced
 
 
-def _is_for_more_sizes(traced: Traced, other: Traced) -> bool:
-    """Returns whether a graph has more dynamic dimensions, or the same and no lookup by a size."""
-    dims, other_dims = traced.dynamic.formulas.keys(), other.dynamic.formulas.keys()
-    return dims > other_dims or (dims == other_dims and other.has_keys_of_sizes and not traced.has_keys_of_sizes)
-
-
 def _record_by_size(request: TraceRequest, options: RecordingOptions, recordings: list[Traced]) -> Traced:
     """Records and runs all passes: on few samples, on all samples, or with formulas for numbers of samples.
 
-    Args:
-        recordings: all recordings are appended here.
-
-    Raises:
-        CannotRecord: the model runs other functions at other batch sizes.
-        Exception: the error of a pass for the recording on all samples.
+    Appends to `recordings`. Raises `CannotRecord` if the model runs other functions at other batch sizes, or the error
+    of a pass for the recording on all samples.
     """
 
     def record_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -213,7 +219,8 @@ def _options_after(
     problem: TraceError, first: TraceError, options: RecordingOptions, model: nn.Module
 ) -> RecordingOptions:
     """Returns the options for the recording after a failure with `problem`. Raises if no option remains."""
-    if _is_same_failure(problem, first):
+    is_same = type(problem) is type(first) and problem.args == first.args
+    if is_same:
         options = replace(options, in_compile_mode=False)  # no help
     whole, graph_breaks = options.whole, options.graph_breaks
     modules = problem.modules - whole.keys() if isinstance(problem, CannotRecord) else frozenset[str]()
@@ -227,16 +234,22 @@ def _options_after(
     if not modules and whole and not options.reads_sequences:
         return replace(options, reads_sequences=True)
     if not modules:
-        if _is_same_failure(problem, first):
+        if is_same:
             raise first
         raise CannotRecord(f"{first}; and further on: {problem}")
     others = {path: where for path, where in graph_breaks.items() if path not in modules}
-    added = dict.fromkeys(_modules_of_same_class(model, modules), str(problem))
-    return replace(options, graph_breaks=others, whole={**whole, **added})
+    # Modules of the same classes will fail as well, except torch's own and modules that contain others.
+    every = dict(model.named_modules())
+    kinds = {type(every[path]) for path in modules if not type(every[path]).__module__.startswith("torch.nn.")}
+    same = {path for path, module in every.items() if path in modules or (path and type(module) in kinds)}
+    added = [path for path in same if path in modules or not any(p.startswith(f"{path}.") for p in same)]
+    return replace(options, graph_breaks=others, whole={**whole, **dict.fromkeys(added, str(problem))})
 
 
 def _reasons(traced: Traced, first: TraceError | None) -> tuple[str, ...]:
-    reasons = [f"{name} is kept whole: {reason}" for name, reason in traced.opaque_names.items()]
+    opaque = {opaque_call_of(n).path: n for n in reversed(traced.nodes) if info(n).opaque_module is not None}
+    nodes = reversed(opaque.values())  # the first of each module
+    reasons = [f"{opaque_name(n)} is kept whole: {opaque_call_of(n).why}" for n in nodes]
     if traced.recording_options is not None and traced.recording_options.in_compile_mode:
         reasons.insert(0, f"by the general paths of libraries: {first or 'the others look up values by sizes'}")
     if traced.recorded_sizes:
@@ -245,10 +258,6 @@ def _reasons(traced: Traced, first: TraceError | None) -> tuple[str, ...]:
     if is_faked():  # a step with values traces again
         reasons.append("whether samples act on each other: not yet checked, without values")
     return (*reasons, *(f"compared in the stages: {text}" for text in expectations_of(traced)))
-
-
-def _is_same_failure(left: TraceError, right: TraceError) -> bool:
-    return type(left) is type(right) and left.args == right.args
 
 
 def _graph_breaks_for(
@@ -274,14 +283,6 @@ def _share_of(model: nn.Module, path: str) -> float:
     return own / max(all_of, 1)
 
 
-def _modules_of_same_class(model: nn.Module, paths: frozenset[str]) -> list[str]:
-    """Adds modules of the same classes, which will fail as well, except torch's own and modules that contain others."""
-    modules = dict(model.named_modules())
-    kinds = {type(modules[path]) for path in paths if not type(modules[path]).__module__.startswith("torch.nn.")}
-    same = {path for path, module in modules.items() if path in paths or (path and type(module) in kinds)}
-    return [path for path in same if path in paths or not any(p.startswith(f"{path}.") for p in same)]
-
-
 # -- graphs of the mini-batch that are not valid for its micro-batches -----------------------------------------------
 
 
@@ -291,7 +292,9 @@ def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) 
     whole, leaves = error.traced, request.leaves
     try:
         args, kwargs = pytree.tree_unflatten(take_samples(whole, leaves, 0, max(error.sizes)), whole.in_spec)
-        parts = replace(_graph_of_all_samples(request.on_micro_batch(args, kwargs)), of_mini_batch=whole)
+        inputs = input_leaves(request.model, args, kwargs)[2]
+        part = replace(request, args=args, kwargs=kwargs, leaves=inputs, chunks=1)
+        parts = replace(_graph_of_all_samples(part), of_mini_batch=whole)
         is_read = parts.guards_hold(leaves, parts.seed, error.sizes)
         error = error if is_read else OtherMicroBatchesError(whole, error.sizes, values_differ_message(parts))
         is_right = is_read and may_replace(whole, parts, leaves, error.sizes)
@@ -302,3 +305,80 @@ def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) 
         raise error
     parts.comparisons.accepted_splits.add((whole.batch_of(leaves), frozenset(error.sizes), parts.dynamic.example))
     return parts
+
+
+# -- the passes that complete a recording: sizes, guards, the comparison with the model -------------------------------
+
+
+def run_passes(traced: Traced, request: TraceRequest) -> Traced:
+    """Runs all passes on a recording, in order.
+
+    Raises:
+        FixedSizeError: a dimension cannot be dynamic.
+        TraceError: the graph differs from the model, or cannot be cut.
+        ArgumentError: there is no batch dimension, or inputs or outputs disagree on it.
+    """
+    leaves = request.leaves
+    is_for_one = traced.is_for_one_size or request.is_for_one_size
+    traced = replace(traced, is_whole=request.is_whole, is_for_one_size=is_for_one)
+    refuse_unguardable(traced)
+    why_fixed = ""  # why no dimension can be dynamic, whatever forward does
+    if not request.is_compared and not is_faked():  # fake graphs are for planning only
+        why_fixed = "the graph is not compared with the model"
+    elif traced.again is None:
+        why_fixed = f"by {traced.tracer!r} nobody follows sizes"
+    elif traced.recorded_sizes:
+        number = "forward makes plain numbers of the number of samples"
+        why_fixed = f"{number}, and what becomes of other sizes is not followed"
+    dynamic = {} if why_fixed else request.dynamic.names(traced.leaves)
+    lengths = dynamic.keys() - request.dynamic.asked.keys()
+    unasked = read_by_python_only(traced)
+    traced = add_shapes(traced, leaves, request.in_dims, request.out_dims, dynamic, lengths)
+    reasons = {} if is_faked() else dict.fromkeys(request.dynamic.dims - dynamic.keys(), why_fixed)
+    fixed = {**traced.dynamic.fixed, **reasons}
+    dynamic_sizes = replace(traced.dynamic.with_asked(request.dynamic), fixed=fixed)
+    traced = replace(traced, dynamic=dynamic_sizes, batch_bounds=_batch_bounds(traced, request))
+    traced = read_untracked_sizes(traced)
+    refuse_unguardable(traced)
+    traced = replace(traced, guards=extract_guards(traced))
+    if request.is_compared:
+        phase("comparing the graph with the model")
+        traced = check_against_model(traced, leaves, request.chunks)
+        check_training_equivalence(traced, leaves, request.chunks)
+    else:
+        traced = replace(traced, effects=effects_unverified(traced, leaves))
+    is_told = is_faked() or traced.is_whole
+    if not is_told:
+        traced, is_told = join_sample_rows(traced, leaves, request.chunks, request.out_dims)
+    traced = replace(traced, any_sizes=of_any_sizes(traced, unasked))
+    traced = with_head(without_tail(traced))
+    assert traced.effects is not None
+    traced = replace(traced, effects=effects_of_changed(traced, traced.effects))
+    refuse_differing_writes(traced)
+    refuse_unwritable_inputs(traced, leaves)
+    sizes = samples_per_micro_batch(batch := traced.batch_of(leaves), max(1, min(request.chunks, batch)))
+    has_out_dims = request.out_dims is not None
+    must_compare = not has_out_dims and (not is_told or must_compare_micro_batches(traced))
+    traced = replace(traced, compares_micro_batches=must_compare)
+    if not holds_for_micro_batches(traced, leaves, sizes, has_out_dims):
+        raise OtherMicroBatchesError(traced, sizes)
+    if traced.dynamic.symbols and request.is_compared:
+        check_dynamic_sizes(traced, leaves, request.dynamic.seen)
+    return traced
+
+
+def _batch_bounds(traced: Traced, request: TraceRequest) -> tuple[int, int | None]:
+    """Returns the user's bounds for the samples of a mini-batch (`dynamic_shapes`)."""
+    asked = request.dynamic.asked
+    of_samples = [(place, dim) for place, dim in asked if traced.in_dims[place] == dim]
+    names = {asked[key].name: key for key in of_samples if asked[key].name}
+    for (place, dim), one in asked.items():
+        if one.name in names and (place, dim) not in of_samples:
+            raise ArgumentError(
+                f"dynamic_shapes gives dimension {dim} of {traced.leaves[place].path} the name {one.name!r}, which is "
+                f"that of the samples in {traced.leaves[names[one.name][0]].path}: their number is another one in each "
+                "micro-batch; give it a name of its own"
+            )
+    bounds = [(asked[key], rows_per_sample(traced.in_dims[key[0]])) for key in of_samples]
+    least = max((-(-one.least // rows) for one, rows in bounds), default=0)
+    return least, min((one.largest // rows for one, rows in bounds if one.largest is not None), default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
@@ -11,7 +11,6 @@ from torch import fx, nn
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.tracing.dynamic_sizes import DynamicDims
 from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON
-from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.utils.units import with_article
 
 RECORD = "record"
@@ -37,9 +36,6 @@ class TraceRequest:
     is_whole: bool = False  # is the mini-batch the only micro-batch? Then nothing is split or combined.
     is_for_one_size: bool = False  # may the graph hold for the example's number of samples only?
     may_overwrite: bool = False  # see `RecordingOptions`
-
-    def on_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceRequest:
-        return replace(self, args=args, kwargs=kwargs, leaves=input_leaves(self.model, args, kwargs)[2], chunks=1)
 
 
 def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]) -> dict[str, str]:

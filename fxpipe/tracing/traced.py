@@ -29,15 +29,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.cache_key import (
-    GraphKey,
-    InputsKey,
-    TensorGuard,
-    TensorKind,
-    requires_grad_flags,
-    tensors_match,
-    torch_switches,
-)
+from fxpipe.tracing.cache_key import GraphKey, TensorGuard, requires_grad_flags, tensors_match, torch_switches
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeComparisons, SizeCondition
 from fxpipe.tracing.model_state import is_fixed
 from fxpipe.tracing.node_info import info, opaque_call_of
@@ -149,9 +141,7 @@ class Traced:
     told: frozenset[int] = frozenset()  # outputs for which the user gives the combination
     tail: frozenset[fx.Node] = frozenset()  # nodes of combinations with rows, until they are removed
     shared: frozenset[fx.Node] = frozenset()  # values of inputs that samples share, until they are the head
-    head: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = (
-        None  # (inputs, samples) -> further inputs by place
-    )
+    head: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> inputs by place
     is_for_one_size: bool = False  # a graph of `torch.export`, or nodes may fix the number of samples
     batch_conditions: tuple[SizeCondition, ...] = ()  # on mini-batch and micro-batches
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # on the mini-batch only
@@ -214,13 +204,6 @@ class Traced:
         """Paths of the modules and methods that are one node, with the reason."""
         calls = (info(n).opaque for n in self.graph.nodes)
         return {call.path: call.why for call in calls if call is not None and call.module is not None}
-
-    @property
-    def opaque_names(self) -> dict[str, str]:
-        """Readable names of the opaque modules (for a graph break, with the call before it), with the reason."""
-        nodes = [n for n in self.graph.nodes if info(n).opaque_module is not None]
-        first = {opaque_call_of(n).path: n for n in reversed(nodes)}
-        return {opaque_name(n): opaque_call_of(n).why for n in reversed(first.values())}
 
     @property
     def opaque_shares(self) -> dict[str, float]:
@@ -333,12 +316,9 @@ class Traced:
     @cached_property
     def key(self) -> GraphKey:
         """The key of the steps for which this is the graph. Cached, because every step reads it."""
-        kinds = (
-            TensorKind(leaf.dtype, len(leaf.shape), leaf.requires_grad) if leaf.dtype is not None else None
-            for leaf in self.leaves
-        )
-        same_as = tuple(leaf.same_as for leaf in self.leaves)
-        return GraphKey(InputsKey(self.in_spec, tuple(kinds), same_as), self.flags, self.state)
+        leaves = self.leaves
+        kinds = tuple((x.dtype, len(x.shape), x.requires_grad) if x.dtype is not None else None for x in leaves)
+        return GraphKey((self.in_spec, kinds, tuple(leaf.same_as for leaf in leaves)), self.flags, self.state)
 
     def refuse_inference_mode(self) -> None:
         """Raises `TraceError` in inference mode if forward asks for it: stages never run in that mode."""
@@ -364,19 +344,15 @@ class Traced:
     ) -> bool:
         """Returns whether this is the graph of these inputs, if their key equals `key` and `holds_for_model` is true.
 
-        Args:
-            seed: of the random numbers that forward draws and reads.
-            sizes_of: the sizes of the micro-batches of a mini-batch; the graph must be valid for them as well.
+        `seed`: of the random numbers that forward draws and reads. `sizes_of`: the sizes of the micro-batches of a
+        mini-batch; the graph must be valid for them as well.
         """
         batches = set()
         for place, (leaf, dim, value) in enumerate(zip(self.leaves, self.in_dims, leaves, strict=True)):
-            if not leaf.is_tensor:
-                if not leaf.is_constant(value):
-                    return False
-                continue
-            if not is_plain_layout(value):  # the search for another graph reports it
+            # The search for another graph reports another layout.
+            if not (is_plain_layout(value) if leaf.is_tensor else leaf.is_constant(value)):
                 return False
-            if place in self.any_sizes:
+            if not leaf.is_tensor or place in self.any_sizes:
                 continue
             differing = (d for d, (s, t) in enumerate(zip(leaf.shape, value.shape, strict=True)) if s != t)
             if any(d != dim and (place, d) not in self.dynamic.formulas for d in differing):
@@ -388,10 +364,9 @@ class Traced:
         if len(batches) > 1:
             return False
         batch = next(iter(batches), 1)
-        least, largest = self.batch_bounds
-        if batch < least or (largest is not None and batch > largest):
-            return False  # no other graph is valid either: the caller refuses it
-        if not all(read.holds(leaves) for read in self.input_reads):
+        least, largest = self.batch_bounds  # no other graph is valid either: the caller refuses it
+        is_within = least <= batch and (largest is None or batch <= largest)
+        if not is_within or not all(read.holds(leaves) for read in self.input_reads):
             return False
         lengths, sizes = self.dynamic.lengths_of(leaves), () if sizes_of is None else sizes_of(batch)
         return lengths is not None and self.holds_for(batch, sizes, lengths) and self.guards_hold(leaves, seed, sizes)
@@ -428,11 +403,7 @@ class Traced:
         ]
 
     def batch_of(self, leaves: Sequence[Any]) -> int:
-        """Returns the number of samples in the flattened inputs; 1 if no dimension holds samples (`is_whole`).
-
-        Raises:
-            ArgumentError: inputs disagree.
-        """
+        """Returns the number of samples in the flattened inputs; 1 if no dimension holds samples (`is_whole`)."""
         sizes = [
             (leaf.path, samples_along(value, dim))
             for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True)
@@ -502,8 +473,6 @@ def signature_of(graph: fx.Graph) -> int:
 
 
 def _target_name(target: Any) -> str:
-    return (
-        target
-        if isinstance(target, str)
-        else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
-    )
+    if isinstance(target, str):
+        return target
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"

@@ -12,7 +12,7 @@ from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.programs import GraphInputs
 from fxpipe.tracing import Traced
-from fxpipe.tracing.cache_key import GraphKey, InputsKey
+from fxpipe.tracing.cache_key import GraphKey, inputs_key
 from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.traced import CALL_OPS, attribute_tensor, call_node
 
@@ -93,5 +93,5 @@ def assert_same_as_model(traced: Traced, *args: Any, **kwargs: Any) -> None:
 
 def is_graph_of(traced: Traced, leaves: Sequence[Any], flags: tuple[Any, ...] | None = None) -> bool:
     """Does a pipe run this graph for these inputs? `flags`: of the model's modules now; by default the graph's."""
-    key = GraphKey(InputsKey.of(traced.in_spec, leaves), traced.flags if flags is None else flags, ThreadState.now())
+    key = GraphKey(inputs_key(traced.in_spec, leaves), traced.flags if flags is None else flags, ThreadState.now())
     return GraphInputs(ModelCall((), {}, ()), leaves, key, 0, {}).match(traced)

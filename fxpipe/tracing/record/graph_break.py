@@ -182,7 +182,7 @@ class _Segment:
                 return run(own, args, kwargs)
 
         name = f"{type(self.module).__name__}_" + (f"until_{self.end.name}" if self.end else "rest").replace(".", "_")
-        tensors = [slot.get(self.module) for slot in slots]
+        tensors = [slot.store(self.module)[slot.key] for slot in slots]
         before, recorder.origin = recorder.origin, (path, line_of_function(forward_of(self.module)))
         try:
             result, node = call_opaque(recorder, run_apart, name, tensors, arguments, {}, final=False, hookable=False)

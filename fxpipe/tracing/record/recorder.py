@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import version_of
 from fxpipe._torch.autograd_functions import is_in_functorch_transform
+from fxpipe._torch.fake_tensor_mode import NEEDS_VALUES_ERRORS
 from fxpipe._torch.functions import (
     CONSTANT_TYPES,
     DTYPES_OF_PYTHON,
@@ -51,12 +52,11 @@ from fxpipe._torch.functions import (
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
 from fxpipe._torch.tensor_data import storage_address
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.tracing.fake_tensors import NEEDS_VALUES_ERRORS, is_faked
+from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.forward_rng import (
     DrawStream,
     generator_states,
     is_draw_of_numbers,
-    is_scalar_draw,
     might_draw,
     same_generator_states,
 )
@@ -394,8 +394,8 @@ class Recorder(TorchFunctionMode):
             node = self.add("call_function", operator.setitem, node_args, node_kwargs)
         else:
             node = self._call(func, name, node_args, node_kwargs)
-            is_draw = random and is_scalar_draw(args, kwargs, result)
             if random and is_draw_of_numbers(args, kwargs, result):
+                is_draw = result.numel() == 1
                 self.random.draws_from_stream.append(is_draw)
             if is_draw:
                 result = self.random.stream.take(lambda: func(*args, **kwargs))

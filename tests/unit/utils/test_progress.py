@@ -135,7 +135,7 @@ def test_planning_shows_its_long_steps(monkeypatch):
     ("module", "slow_pass", "shown"),
     [
         ("fxpipe.profiling", "count_flops_and_bytes", "counting operations"),
-        ("fxpipe.tracing.tracing_passes", "check_against_model", "comparing the graph with the model"),
+        ("fxpipe.tracing.strategies", "check_against_model", "comparing the graph with the model"),
         ("fxpipe.planning.passes", "choose_cut", "cutting"),
     ],
 )

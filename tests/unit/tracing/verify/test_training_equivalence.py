@@ -229,7 +229,7 @@ def test_tensors_in_lists_are_after_tracing_what_they_were() -> None:
 def test_every_way_to_a_graph_is_compared(tracer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     monkeypatch.setattr(
-        "fxpipe.tracing.tracing_passes.check_training_equivalence", lambda traced, *_: compared.append(traced.tracer)
+        "fxpipe.tracing.strategies.check_training_equivalence", lambda traced, *_: compared.append(traced.tracer)
     )
     trace(nn.Linear(6, 6), (x(),), tracer=tracer)
     trace(nn.Linear(6, 6), (x(),), tracer=tracer, check=False)
