@@ -15,9 +15,9 @@ The model is simple, and errs on the slow side:
 - All replicas act at the same time and share the network adapters. A boundary that crosses nodes in one replica costs
   as much in all replicas.
 - An all-reduce over the devices of a stage reduces its gradients, in buckets of `DistributedDataParallel`'s default
-  size. Within a node each device has its full link, and an even share of its node's adapters. NCCL opens several rings,
-  which leave a node by different adapters, so a group has the shares of all its members in a node: in one node the
-  bandwidth `within`; otherwise the minimum of `within` (with several devices in a node) and the sum of the shares.
+  size. Each device has its full link within a node, and an even share of the node's adapters. NCCL opens several rings,
+  which leave a node by different adapters, so a group over nodes has the sum of the shares of its members in a node, at
+  most `within` if these are several.
 - An all-reduce is the faster of a ring and a double binary tree, as NCCL chooses (src/graph/tuning.cc). With n devices
   a ring moves 2 (n - 1) / n of the bytes over each link in 2 (n - 1) steps, with a latency each; a tree moves all bytes
   twice, along the devices of each node and in 2 log2(nodes) steps between nodes.

@@ -262,11 +262,7 @@ def parse_hardware(hardware: str | Hardware) -> Hardware:
 
 
 def cluster_of(
-    hardware: Hardware,
-    pipe: int,
-    data: int = 1,
-    mesh: tuple[str, str] = MESHES[0],
-    replicas: tuple[int, ...] = (),
+    hardware: Hardware, pipe: int, data: int = 1, mesh: tuple[str, str] = MESHES[0], replicas: tuple[int, ...] = ()
 ) -> Cluster:
     """Returns the cluster of `data` replicas of a pipeline of `pipe` devices, or of `replicas` of each device."""
     size = hardware.devices_per_node

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import types
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -96,7 +95,12 @@ class StageOptimizer(StagewiseOptimizer):
         overlap: bool = False,
         **options: Any,
     ) -> None:
-        _check_pipe(pipe)
+        if not isinstance(pipe, Pipeline):
+            raise ArgumentTypeError(
+                f"pipe is {with_article(pipe)}; expected what fxpipe.pipeline(model, ...) returns. A model without a "
+                "pipe has no stages: use the optimizer itself"
+            )
+        pipe._fxpipe.check_open()
         self.pipe, self.overlap, self._arguments = pipe, parse_switch("overlap", overlap), options
         if overlap and not pipe._fxpipe.can_overlap_updates:
             raise ArgumentError(
@@ -130,7 +134,19 @@ class StageOptimizer(StagewiseOptimizer):
         if not self._is_updated:
             self._begin()
             self.pipe._fxpipe.update(self)
-        self._take_written_options()
+        self._has_stepped = True
+        written, self._written = self._written, []
+        for place, name in {key for of_part in written for key in of_part}:
+            values = [of_part[place, name] for of_part in written if (place, name) in of_part]
+            is_common = place is not None or len(values) == len(written)  # a group may be in few stages
+            if not is_common or not all(equal_values(values[0], value) for value in values):
+                raise StateError(
+                    f"{self.optimizer_class.__name__} writes {name!r} while it steps, and comes to different values in "
+                    "different stages: it computes something of all its parameters, and stages would each train "
+                    f"another way; use it by itself: {self.optimizer_class.__name__}(pipe.parameters(), ...)"
+                )
+            options = self.__dict__ if place is None else self.param_groups[place]
+            options[name] = values[0]
         return loss
 
     def count_step(self) -> None:
@@ -192,29 +208,16 @@ class StageOptimizer(StagewiseOptimizer):
             )
 
     def check_parts(self, parts: Sequence[Collection[torch.Tensor]]) -> None:
-        options = ((name, value) for group in self.param_groups for name, value in group.items())
-        key = (*map(len, parts), *((name, _kind_of_option(value)) for name, value in options))
+        key: tuple[Any, ...] = tuple(map(len, parts))
+        for name, value in (option for group in self.param_groups for option in group.items()):
+            is_kind = value is None or isinstance(value, (str, bool))
+            is_used = isinstance(value, (int, float)) and value != 0
+            key += (name, value if is_kind else (type(value), is_used))
         if len(parts) > 1 and key not in self._tried:
             _try_parts(self, parts)
             self._tried |= {key}
 
     # -- Options and state -------------------------------------------------------------------------------------------
-
-    def _take_written_options(self) -> None:
-        """Copies values that the parts of a step wrote to their groups and attributes to this optimizer."""
-        self._has_stepped = True
-        written, self._written = self._written, []
-        for place, name in {key for of_part in written for key in of_part}:
-            values = [of_part[place, name] for of_part in written if (place, name) in of_part]
-            is_common = place is not None or len(values) == len(written)  # a group may be in few stages
-            if not is_common or not all(equal_values(values[0], value) for value in values):
-                raise StateError(
-                    f"{self.optimizer_class.__name__} writes {name!r} while it steps, and comes to different values in "
-                    "different stages: it computes something of all its parameters, and stages would each train "
-                    f"another way; use it by itself: {self.optimizer_class.__name__}(pipe.parameters(), ...)"
-                )
-            options = self.__dict__ if place is None else self.param_groups[place]
-            options[name] = values[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's `state_dict`, with the state in the order of parameters, not of the stages' updates.
@@ -239,8 +242,7 @@ class StageOptimizer(StagewiseOptimizer):
 def _stage_class(optimizer_class: Any) -> type[StageOptimizer]:
     """Creates the subclass of `StageOptimizer` and `optimizer_class`."""
     attributes = {"__module__": __name__, "__doc__": StageOptimizer.__doc__, "optimizer_class": optimizer_class}
-    bases = StageOptimizer, optimizer_class
-    return types.new_class(f"Stage{optimizer_class.__name__}", bases, exec_body=lambda own: own.update(attributes))
+    return type(f"Stage{optimizer_class.__name__}", (StageOptimizer, optimizer_class), attributes)
 
 
 def _blank_optimizer(optimizer_class: Any) -> StageOptimizer:
@@ -267,13 +269,6 @@ def _named_parameters(pipe: Pipeline) -> NamedParameters:
 
 
 # -- Trial of an update in parts -------------------------------------------------------------------------------------
-
-
-def _kind_of_option(value: Any) -> Any:
-    """Returns the part of an option's value whose change requires another trial."""
-    if value is None or isinstance(value, (str, bool)):
-        return value
-    return type(value), isinstance(value, (int, float)) and value != 0
 
 
 def _try_parts(optimizer: StageOptimizer, parts: Sequence[Collection[torch.Tensor]]) -> None:
@@ -330,15 +325,6 @@ def _step_copies(
 
 
 # -- Arguments -------------------------------------------------------------------------------------------------------
-
-
-def _check_pipe(pipe: Any) -> None:
-    if not isinstance(pipe, Pipeline):
-        raise ArgumentTypeError(
-            f"pipe is {with_article(pipe)}; expected what fxpipe.pipeline(model, ...) returns. A model without a "
-            "pipe has no stages: use the optimizer itself"
-        )
-    pipe._fxpipe.check_open()
 
 
 def _checked_class(optimizer_class: Any) -> type[torch.optim.Optimizer]:

@@ -6,12 +6,7 @@
 
 Each process, a *rank*, runs the row of one device; with `data_parallel=` there are several *replicas* of the pipe. A
 model too large for one process is built on the meta device and planned without values; then `load` or `initialize`
-gives each rank the values of its stages:
-
-    with torch.device("meta"):
-        model = Model()
-    pipe = fxpipe.pipeline(model, devices=mesh, chunks=8, schedule="1f1b", example_args=(x,))
-    fxpipe.distributed.load(pipe, "checkpoint")
+gives each rank the values of its stages.
 
 If `torchrun --max-restarts` restarts failed processes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: otherwise torch 2.13
 gives them the previous processes' store, and gloo may connect to outdated addresses.

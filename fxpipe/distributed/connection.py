@@ -1,11 +1,9 @@
 """Transfers between the ranks of a pipe, on a separate gloo group.
 
 After a failure a group cannot be reused: later receives would match messages in flight. So a group lives for one
-*generation*, up to the first failure, and the next generation has another name in the store.
-`torch.distributed.new_group` would reuse names, and needs all processes of the world.
-
-A message is one tensor of bytes with a unique tag, so order does not matter. A pending `Work` of torch keeps its group
-alive, so only the tables of the connection hold it: the traceback of an exception keeps no socket open.
+*generation*, up to the first failure, and the next one has another name in the store (`torch.distributed.new_group`
+would reuse names). A message is one tensor of bytes with a unique tag, so order does not matter. A pending `Work` keeps
+its group alive, so only the tables of the connection hold it: the traceback of an exception keeps no socket open.
 """
 
 from __future__ import annotations

@@ -7,14 +7,12 @@ gloo transfers the layouts of packets (`packets`) and reports failed ranks. Tens
     rank b   a → b                  recv ═══╗ (in memory of a separate stream)
              compute             ... F ...  ╚═●─▶ F of this value
 
-*Order.* A communicator matches sends and receives only by order, and a waiting operation blocks those after it. So each
-ordered pair of ranks has one, and the receiver posts its receives in the order of the sender's row (`packets`).
-
-*Streams and memory.* A send is kept until the compute stream waits for its end. A receive uses memory of an idle
-stream, since on the compute stream it would wait for all queued work; `record_stream` keeps it for later computations.
-
-*Failure.* The host waits only in `settle`, at the end of a row or a round, up to the timeout; a step is committed after
-all ranks have passed it. Then communicators are aborted before memory is freed, since devices may still write to it.
+A communicator matches sends and receives only by order, and a waiting operation blocks those after it. So each ordered
+pair of ranks has one, and the receiver posts its receives in the order of the sender's row (`packets`). A send is kept
+until the compute stream waits for its end. A receive uses memory of an idle stream, since on the compute stream it
+would wait for all queued work; `record_stream` keeps it for later computations. The host waits only in `settle`, at the
+end of a row or a round; a step is committed after all ranks have passed it. After a failure communicators are aborted
+before memory is freed, since devices may still write to it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The first values of a pipe: `fxpipe.distributed.load` reads a checkpoint, `initialize` draws random numbers.
 
-Each process reads its part of a checkpoint. The random numbers of a model that was built on the meta device equal the
-plain model's: every rank initializes all modules in the plain order. Modules of other ranks get scratch memory, one
-module (and its children) at a time. A tensor that no function has written to has no values afterwards: uninitialized
-memory is never kept.
+Each process reads its part of a checkpoint. To draw the random numbers of the plain model, every rank initializes all
+modules in the plain order; modules of other ranks get scratch memory, one module (and its children) at a time. A tensor
+that no function has written to has no values afterwards: uninitialized memory is never kept.
 """
 
 from __future__ import annotations
@@ -243,21 +242,18 @@ CPU = torch.device("cpu")
 def initialize(pipe: Pipeline, init_fn: InitFunction | None = None) -> None:
     """Initializes a pipe over processes whose model was built on the meta device. All ranks call it.
 
-        with torch.device("meta"):
-            model = Model()
-        pipe = fxpipe.pipeline(model, devices=mesh["pipe"], chunks=16, example_args=(x,))
         torch.manual_seed(0)
-        fxpipe.distributed.initialize(pipe)
+        fxpipe.distributed.initialize(pipe)  # a pipe as for `load`
         optimizer = torch.optim.AdamW(pipe.parameters())
 
     It replaces `model.to_empty(...)` and `model.apply(init_fn)`, but allocates only the parameters and buffers of this
     rank's stages, on its device. They stay the same objects.
 
-    Random numbers equal the plain model's on the CPU, drawn from the generators of rank 0: the weights equal
-    the weights of `torch.manual_seed(0); model = Model()`, bit for bit, if the layers initialize themselves in their
-    constructors, and are created in their order in the model. A tied weight has the values of the last module that
-    holds it. If the constructor of the model initializes again (`self.apply(self._init_weights)`), call
-    `initialize(pipe)`, and then `initialize(pipe, model._init_weights)`.
+    Random numbers are drawn on the CPU, from the generators of rank 0: the weights equal those of
+    `torch.manual_seed(0); model = Model()`, bit for bit, if the layers initialize themselves in their constructors, and
+    are created in their order in the model. A tied weight has the values of the last module that holds it. If the
+    constructor of the model initializes again (`self.apply(self._init_weights)`), call `initialize(pipe)`, and then
+    `initialize(pipe, model._init_weights)`.
 
     Args:
         init_fn: a function of a module, called for all modules, children first, as by `model.apply(init_fn)`. It is

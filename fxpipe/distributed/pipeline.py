@@ -63,14 +63,13 @@ class DistributedPipeline(Pipeline):
         pipe = fxpipe.pipeline(model, devices=mesh["pipe"], data_parallel=mesh["data"], chunks=8, example_args=(x,))
         loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
 
-    A step processes the *union* of these mini-batches: it computes the loss and gradients of the plain model on the
-    union, also if replicas have unequal numbers of samples, or of tokens if the loss is a pair (total, weight). Do not
-    divide by the number of replicas. (A loss that is not a mean over samples is detected if the micro-batches of one
-    replica show it; replicas with one micro-batch each are not compared.) Gradients are summed in buckets while the
-    last backward of each stage runs. Parameters and buffers start with the values of the first replica. Buffers that a
-    training step changes get the first replica's values on all replicas, as DDP does at its next forward. Random
-    numbers equal the numbers of one process that trains on the union: replicas draw different ones, from the generator
-    of the first replica's first stage. Each replica evaluates separately.
+    A step processes the *union* of these mini-batches: loss and gradients are the plain model's on the union, also if
+    replicas have unequal numbers of samples, or of tokens if the loss is a pair (total, weight). Do not divide by the
+    number of replicas. (A loss that is not a mean over samples is detected if the micro-batches of one replica show it;
+    replicas with one micro-batch each are not compared.) Parameters and buffers start with the values of the first
+    replica; buffers that a training step changes get its values on all, as DDP does at its next forward. Random numbers
+    equal those of one process that trains on the union, drawn from the generator of the first replica's first stage.
+    Each replica evaluates separately.
 
     `forward_backward` works as in one process (`Pipeline.forward_backward`). Inputs are read on the rank of the first
     stage (`needs_inputs`), target and loss_fn on the rank of the last stage (`needs_target`); other ranks may pass
@@ -80,11 +79,10 @@ class DistributedPipeline(Pipeline):
 
     `train_stream` gives the same bits as one process. All ranks iterate and get all losses; each has a
     `fxpipe.optim.StageOptimizer`, which updates its stage. The rank of the first stage reads the inputs of `batches`
-    and decides when they end; the rank of the last stage reads the targets; others may pass `batches=()`. The stream
-    ends for all ranks if the rank of the first stage leaves its loop; any other rank that leaves its loop still runs
-    its stage until then. `with pipe.train_stream(...) as losses:` always ends the stream, and reports an exception in
-    its block to the other ranks. With data parallelism, mini-batch t of the stream is the union of the t-th
-    mini-batches of all replicas; the stream ends with the first replica whose inputs end.
+    and decides when they end, the rank of the last stage the targets; others may pass `batches=()`. The stream ends for
+    all ranks if the rank of the first stage leaves its loop; another rank that leaves still runs its stage until then.
+    `with pipe.train_stream(...) as losses:` always ends the stream, and reports an exception in its block to the other
+    ranks. Mini-batch t is the union of the t-th mini-batches of all replicas; the first replica to end ends it for all.
     """
 
     __slots__ = ()
@@ -97,15 +95,10 @@ class DistributedPipeline(Pipeline):
     # -- Running -----------------------------------------------------------------------------------------------------
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for a mini-batch, without gradients.
+        """Returns the model's output for a mini-batch, without gradients. Raises `StateError` if they are enabled.
 
-        Inputs are read on the rank of the first stage (`needs_inputs`); other ranks may omit them or pass None.
-
-        Returns:
-            The output on the rank of the last stage, None on the others; with `outputs="all"` on all ranks.
-
-        Raises:
-            StateError: gradients are enabled: train with `forward_backward`.
+        Inputs are read on the rank of the first stage (`needs_inputs`); other ranks may omit them or pass None. The
+        rank of the last stage gets the output, the others None; with `outputs="all"` all ranks get it.
         """
         if torch.is_grad_enabled():
             raise StateError(REFUSED_DROP_IN)

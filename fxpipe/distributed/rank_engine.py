@@ -205,7 +205,7 @@ class RankEngine(Engine):
         exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
         exchange.borrow()
         gradients = RankGradients(program, tensors, inputs.programs, self.replicas)
-        part = self._begin(inputs, call, gradients, is_last)
+        part = self.begin(inputs, gradients, call.reduction, is_last)
         looks_at_elements = not inputs.is_handed_over and not is_whole and part.micro_batches > 1
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
@@ -262,22 +262,24 @@ class RankEngine(Engine):
         mailbox.remember()
         return loss.to(self.group.device), output
 
-    def _begin(self, inputs: RankInputs, call: LossCall, gradients: RankGradients, is_last: bool) -> ReplicaPart:
-        """Exchanges messages with the other replicas; returns this replica's part of the step."""
-        own = digest(gradients.parameters), bool(self.changed_here(inputs))
-        start = self.start_of(inputs, inputs.programs, call.reduction, *own)
-        start = start if is_last else replace(start, known=None)
-        combinations = () if inputs.is_handed_over else inputs.bound.combinations
-        part = self.replicas.begin(start, gradients.parameters, combinations)
+    def begin(
+        self, inputs: RankInputs, gradients: RankGradients, reduction: str, is_last: bool, in_stream: bool = False
+    ) -> ReplicaPart:
+        """Exchanges messages with the other replicas about a step, or the first mini-batch of a graph in a stream."""
+        replicas = self.replicas
+        start = self.start_of(inputs, reduction, digest(gradients.parameters), bool(self.changed_here(inputs)))
+        start = replace(start, is_synced=start.is_synced or in_stream, known=start.known if is_last else None)
+        part = replicas.begin(start, () if inputs.is_handed_over else inputs.bound.combinations, in_stream)
+        assert part is not None
+        if replicas.count > 1 and start.is_synced:
+            replicas.prepare_sum(gradients.parameters, start.parameters)
         if part.may_differ:
-            self.replicas.check_weights(gradients.trained)
+            replicas.check_weights(gradients.trained)
         return part
 
-    def start_of(
-        self, inputs: RankInputs, programs: Sequence[Program], reduction: str, parameters: str, changes_buffers: bool
-    ) -> ReplicaStart:
+    def start_of(self, inputs: RankInputs, reduction: str, parameters: str, changes_buffers: bool) -> ReplicaStart:
         """Returns this rank's message to the other replicas about a mini-batch. `parameters`: their digest."""
-        seed = inputs.seed if any(program.is_random for program in programs) else None
+        seed = inputs.seed if any(program.is_random for program in inputs.programs) else None
         replicas, count = self.replicas, len(inputs.samples)
         own = parameters, changes_buffers, inputs.known, replicas.may_differ
         return ReplicaStart(inputs.batch, count, seed, replicas.is_synced, reduction, *own)

@@ -32,13 +32,7 @@ Reports = Sequence[Sequence[StepReport]]  # by replica and rank
 class RankGradients:
     """The gradients of one step on this rank."""
 
-    def __init__(
-        self,
-        program: RankProgram,
-        tensors: ModelTensors,
-        programs: Sequence[Program],
-        replicas: Replicas,
-    ):
+    def __init__(self, program: RankProgram, tensors: ModelTensors, programs: Sequence[Program], replicas: Replicas):
         self._group, self._replicas = replicas.group, replicas
         held, rank = program.held, replicas.group.rank
         own = held.used_by_stages(rank)

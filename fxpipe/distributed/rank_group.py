@@ -21,10 +21,11 @@ from fxpipe._torch.process_groups import PrefixStore, ProcessGroupGloo, Store
 from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.device_transfers import DeviceSums, DeviceTransfers, device_backend
 from fxpipe.distributed.failures import ConnectionLost, FailureBoard, FailureReport, error_text, meet_ranks
-from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError, InternalError
+from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError
 from fxpipe.utils import accelerator
 from fxpipe.utils.units import with_article
 
+OUTSIDE = "ranks talk outside of a block that they go through together"
 _pipes_of: Counter[str] = Counter()  # by process group, the number of pipes that this process has created on it
 
 
@@ -138,15 +139,13 @@ class RankGroup:
 
     @property
     def connection(self) -> Connection:
-        if self._connection is None:
-            raise InternalError("ranks talk outside of a block that they go through together")
+        assert self._connection is not None, OUTSIDE
         return self._connection
 
     @property
     def replicas(self) -> Connection:
         """The connection to the ranks with the same stages in other replicas, numbered by replica."""
-        if self._replicas is None:
-            raise InternalError("ranks talk outside of a block that they go through together")
+        assert self._replicas is not None, OUTSIDE
         return self._replicas
 
     @property
@@ -278,6 +277,3 @@ class RankGroup:
             close()
         self._connection = self._replicas = self._board = None
         self.transfers = self.device_sums = None
-
-    def __getstate__(self) -> Any:
-        raise ArgumentError("a pipe over processes cannot be copied or pickled; save its state_dict()")

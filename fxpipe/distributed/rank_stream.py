@@ -1,16 +1,14 @@
 """`pipe.train_stream` over processes: one stage on one rank, and the loop over the losses of mini-batches.
 
 Each rank runs its row of the schedule (`scheduling.streams`) in the thread that iterates over the losses, and waits for
-its neighbours only. The leader, which has the first stage, reads mini-batches and decides when the stream ends. What
-all ranks need moves along the stages: down, with the values, the *job*, what the leader has read (which graph, how many
-samples, or the end); up, with the last of the gradients, the *report*, the loss of the mini-batch and the divisor of
-gradients. So a stage has the report when its update needs it. (`runtime.stream` describes versions and updates.) If
-another graph is needed, the mini-batches in flight finish, and all ranks start a new *segment*, as they start a step.
+its neighbours only. What all ranks need moves along the stages: down, with the values, the *job*, what the leader has
+read (which graph, how many samples, or the end); up, with the last of the gradients, the *report*, the loss of the
+mini-batch and the divisor of gradients, which the update of a stage needs. If another graph is needed, the mini-batches
+in flight finish, and all ranks start a new *segment*, as they start a step.
 
-With replicas, mini-batch t of the stream is the union over replicas. The leaders exchange the part of each: if one
-needs another graph, all begin a segment; if one has no more mini-batches, the stream ends for all, and the others drop
-the mini-batches they have read. The ranks of the last stage compute the loss of all, and before U the ranks of a stage
-sum its gradients. Rows are equal on all replicas.
+With replicas, mini-batch t is the union over replicas. The leaders exchange the part of each: if one needs another
+graph, all begin a segment; if one has no more mini-batches, the stream ends for all. The ranks of the last stage
+compute the loss of all, and before U the ranks of a stage sum its gradients. Rows are equal on all replicas.
 
 A row runs a mini-batch when the next one is queued, so that packets arrive while the stage is busy. A receive begins
 when the previous packet has arrived, and expects the same layout: so both ends agree on the layout.
@@ -36,7 +34,6 @@ from fxpipe.distributed.rank_step import RankExchange
 from fxpipe.distributed.replicas import (
     NEXT_MINI_BATCH,
     ReplicaPart,
-    ReplicaStart,
     StageParameter,
     digest,
     loss_of_replica,
@@ -220,24 +217,23 @@ class RankStream(Stream):
     def begin_segment(self, inputs: RankInputs) -> ReplicaPart:
         """Returns this replica's part in the first mini-batch of a graph. All ranks call it."""
         engine, program = self.engine, inputs.union
+        engine.refuse_sharing(program)
         tensors = ModelTensors(engine.model, inputs.constants)
         gradients = RankGradients(program, tensors, inputs.programs, self._replicas)
         self._summed, self._digest = gradients.parameters, digest(gradients.parameters)
         self._changes_buffers = bool(engine.changed_here(inputs))
-        part = self._replicas.begin_in_stream(self.start_of(program, inputs), program.combinations)
-        assert part is not None
+        part = engine.begin(inputs, gradients, self.loss.reduction, self.packets.is_last, in_stream=True)
         self._first_changes_buffers = part.changes_buffers
-        if self._replicas.count > 1:
-            self._replicas.prepare_sum(self._summed, self._digest)
-        if part.may_differ:
-            self._replicas.check_weights(gradients.trained)
         return part
 
-    def start_of(self, program: RankProgram, inputs: RankInputs) -> ReplicaStart:
-        """Returns this replica's message to the others about a mini-batch."""
-        self.engine.refuse_sharing(program)
-        own = self.loss.reduction, self._digest, self._changes_buffers
-        return replace(self.engine.start_of(inputs, [program.program], *own), is_synced=True)
+    def next_part(self, program: RankProgram, inputs: RankInputs | None) -> ReplicaPart | None:
+        """Returns this replica's part in a mini-batch of the segment; None if any replica has none. For leaders."""
+        start = None
+        if inputs is not None:
+            inputs = replace(inputs, bounds=(program,))
+            start = self.engine.start_of(inputs, self.loss.reduction, self._digest, self._changes_buffers)
+            start = replace(start, is_synced=True)
+        return self._replicas.begin(start, program.combinations, in_stream=True)
 
     def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
         if self.packets.is_last:
@@ -446,8 +442,7 @@ class RankStreamLoop(StreamLoop):
                 job = inside.job_of(STREAM, own, seed) if own is not None and own.bound is program else None
             except Exception as error:
                 self._end_reading(error)
-            start = None if job is None else stream.start_of(program, job.inputs)
-            part = inside.engine.replicas.begin_in_stream(start, program.combinations)
+            part = stream.next_part(program, None if job is None else job.inputs)
             settled = None if job is None or part is None else (job, part)
         settled = stream.packets.pass_job(settled, self._read)
         if settled is None:

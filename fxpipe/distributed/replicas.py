@@ -2,20 +2,17 @@
 
 A step processes the *union*: one mini-batch that concatenates the mini-batches of all replicas. They exchange their
 numbers of samples first, so each sample has equal weight. Micro-batches, and random numbers with them, are numbered
-over all replicas.
-
-Gradients are summed over replicas, in buckets that are sent while the last backward runs:
+over all replicas. Gradients are summed in buckets that are sent while the last backward runs:
 
     last B of a stage ──▶ give("weight", stage) ──▶ bucket ──▶ all-reduce, concurrent with the rest of the step
 
-A bucket has parameters of one dtype, in the order in which a backward completes their gradients. It is all-reduced when
-it is full and the previous buckets are sent, so the order of buckets is the same on all replicas. Buckets are on the
-device if the replicas have a backend that sums there (`DeviceSums`), else on the CPU with gloo.
+A bucket has parameters of one dtype, in the order in which a backward completes their gradients. It is sent when it is
+full and the previous ones are sent, so their order is the same on all replicas; from the device if the replicas have a
+backend that sums there (`DeviceSums`), else from the CPU with gloo. What does not fit buckets is summed through CPU
+memory: sparse gradients, and *late* ones, of later graphs that other replicas may not have run.
 
-Within `no_sync()` they stay on their replica, and with n replicas `.grad` has n
-times its part, as with `DistributedDataParallel`; the next call without `no_sync()` adds it to its sum. Some gradients
-do not fit buckets, and are summed through CPU memory: sparse gradients, and *late* ones, of later graphs that other
-replicas may not have run.
+Within `no_sync()` gradients stay on their replica, and with n replicas `.grad` has n times its part, as with
+`DistributedDataParallel`; the next call without `no_sync()` adds it to its sum.
 """
 
 from __future__ import annotations
@@ -228,10 +225,7 @@ class GradientReduction:
     """Sums the gradients of these parameters over replicas, once per call of `begin`."""
 
     def __init__(
-        self,
-        group: ProcessGroupGloo,
-        parameters: Mapping[StageParameter, torch.Tensor],
-        sums: DeviceSums | None = None,
+        self, group: ProcessGroupGloo, parameters: Mapping[StageParameter, torch.Tensor], sums: DeviceSums | None = None
     ):
         """`group`: of the replicas, used only here. `parameters`: in the same order on all. `sums`: None for gloo."""
         self._like = {key: (tensor.shape, tensor.dtype, tensor.device) for key, tensor in parameters.items()}
@@ -353,31 +347,21 @@ class Replicas:
         return {key: p for key, p in parameters.items() if p.is_floating_point() and key not in self._unreducible}
 
     def begin(
-        self,
-        own: ReplicaStart,
-        parameters: Mapping[StageParameter, torch.Tensor],
-        combinations: Sequence[OutputCombination],
-    ) -> ReplicaPart:
-        """Exchanges messages with the other replicas; returns this one's part. `parameters`: `reducible` ones."""
-        starts = self.group.replicas.all_gather(own, "the other replicas to begin the step")
-        part = part_of(starts, self.group.replica, combinations)
-        if self.sums_gradients:
-            self.prepare_sum(parameters, own.parameters)
-        return part
-
-    def begin_in_stream(
-        self, own: ReplicaStart | None, combinations: Sequence[OutputCombination] = ()
+        self, own: ReplicaStart | None, combinations: Sequence[OutputCombination], in_stream: bool = False
     ) -> ReplicaPart | None:
-        """Returns this replica's part in a mini-batch of a stream; None if any replica has no mini-batch.
+        """Exchanges messages with the other replicas; returns this one's part, or None if any has no mini-batch.
 
-        All replicas use the smallest number of micro-batches of any replica, so that their rows are equal.
+        In a stream all replicas use the smallest number of micro-batches of any, so that their rows are equal.
         """
-        starts: list[ReplicaStart | None] = self.group.replicas.all_gather(own, NEXT_MINI_BATCH)
+        what = NEXT_MINI_BATCH if in_stream else "the other replicas to begin the step"
+        starts: list[ReplicaStart | None] = self.group.replicas.all_gather(own, what)
         known = [start for start in starts if start is not None]
         if len(known) < len(starts):
             return None
-        count = min(start.micro_batches for start in known)
-        return part_of([replace(one, micro_batches=count) for one in known], self.group.replica, combinations)
+        if in_stream:
+            count = min(start.micro_batches for start in known)
+            known = [replace(start, micro_batches=count) for start in known]
+        return part_of(known, self.group.replica, combinations)
 
     def check_weights(self, trained: Mapping[str, torch.Tensor]) -> None:
         """Compares the weights of a stage over replicas after a failed stream. Raises `StateError` if they differ."""
