@@ -2097,7 +2097,7 @@ DISTRIBUTED = (
             ),
             (
                 "rank_step",
-                " and not sums[name].is_sparse:",
+                " and not totals.sums[name].is_sparse:",
                 ":",
                 "_data_parallel.py",
             ),

@@ -42,10 +42,6 @@ class Connection:
         self._receives.clear()
         self._group = None
 
-    @property
-    def is_open(self) -> bool:
-        return self._group is not None or self.size == 1
-
     # -- from one rank to another ------------------------------------------------------------------------------------
 
     def send(self, key: Hashable, peer: int, tag: int, memory: torch.Tensor) -> None:

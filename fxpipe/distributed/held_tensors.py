@@ -65,10 +65,10 @@ Peers = dict[tuple[int, int], list[Any]]  # by source and target rank
 class TensorTransfers:
     """The tensors of the model that move between ranks in each step of one graph, by source and target rank."""
 
-    borrowed: Mapping[tuple[int, int], tuple[str, ...]]
-    gradients: Mapping[tuple[int, int], tuple[StageSum, ...]]
-    changed: Mapping[tuple[int, int], tuple[str, ...]]
-    stages_of: Mapping[str, tuple[int, ...]]  # by name, the stages that use it
+    borrowed: Mapping[tuple[int, int], Sequence[str]]
+    gradients: Mapping[tuple[int, int], Sequence[StageSum]]
+    changed: Mapping[tuple[int, int], Sequence[str]]
+    stages_of: Mapping[str, Sequence[int]]  # by name, the stages that use it
 
 
 class HeldTensors:
@@ -80,7 +80,7 @@ class HeldTensors:
         for j, stage in enumerate(first.stages):
             for name in stage.attributes:
                 holders.setdefault(name, {})[routes.rank(j)] = None
-        self._stages = tuple((j, routes.rank(j), tuple(stage.attributes)) for j, stage in enumerate(first.stages))
+        self.stages = tuple((j, routes.rank(j), tuple(stage.attributes)) for j, stage in enumerate(first.stages))
         self._rest = (routes.rank(0),)
         self._holders = {name: tuple(ranks) for name, ranks in holders.items()}
         self.names = tuple(dict.fromkeys((*holders, *names)))
@@ -88,10 +88,6 @@ class HeldTensors:
     def holders(self, name: str) -> tuple[int, ...]:
         """Returns the ranks that hold a tensor, its home first."""
         return self._holders.get(name, self._rest)
-
-    def used_by_stages(self, rank: int) -> tuple[StageSum, ...]:
-        """Returns the tensors that the stages of a rank use in the first graph, the last stage first."""
-        return tuple((name, j) for j, at, names in reversed(self._stages) if at == rank for name in names)
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -106,7 +102,7 @@ class HeldTensors:
         tied, stages_of = {*self.shared}, dict[str, list[int]]()
         changed: Peers = {}
         for j, stages in enumerate(zip(*(program.stages for program in programs), strict=True)):
-            of_first = (name for k, _, names in self._stages for name in names if k == j and name in tied)
+            of_first = (name for k, _, names in self.stages for name in names if k == j and name in tied)
             for name in dict.fromkeys((*(name for stage in stages for name in stage.attributes), *of_first)):
                 stages_of.setdefault(name, []).append(j)
             for name in sorted({name for stage in stages for name in stage.changes}):
@@ -123,13 +119,10 @@ class HeldTensors:
                 for rank in holders:
                     if rank != routes.rank(j):
                         gradients.setdefault((routes.rank(j), rank), []).append((name, j))
-        return TensorTransfers(
-            _frozen(borrowed), _frozen(gradients), _frozen(changed), {n: tuple(js) for n, js in stages_of.items()}
-        )
-
-
-def _frozen(peers: Peers) -> dict[tuple[int, int], tuple[Any, ...]]:
-    return {pair: tuple(peers[pair]) for pair in sorted(peers)}
+        for peers in (borrowed, gradients, changed):
+            for pair in sorted(peers):
+                peers[pair] = peers.pop(pair)  # the same order on all ranks
+        return TensorTransfers(borrowed, gradients, changed, stages_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +157,7 @@ class TensorExchange:
         self._number, self._transfers = program.number, program.transfers
 
     def _swap(
-        self, kind: int, what: str, pairs: Mapping[tuple[int, int], tuple[Any, ...]], value_of: Any
+        self, kind: int, what: str, pairs: Mapping[tuple[int, int], Sequence[Any]], value_of: Any
     ) -> dict[Any, Any]:
         """Sends the values of this rank and returns the values of other ranks, by key."""
         received: dict[Any, Any] = {}
@@ -198,7 +191,7 @@ class TensorExchange:
         """Sends changed buffers to their holders."""
         self._move(2, "the buffers that it has changed", self._transfers.changed)
 
-    def _move(self, kind: int, what: str, pairs: Mapping[tuple[int, int], tuple[str, ...]]) -> None:
+    def _move(self, kind: int, what: str, pairs: Mapping[tuple[int, int], Sequence[str]]) -> None:
         for name, value in self._swap(kind, what, pairs, lambda name: self._tensors.get(name).detach()).items():
             write_tensor(self._tensors, name, value)
 

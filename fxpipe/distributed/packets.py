@@ -54,14 +54,10 @@ class TensorLayout:
     """A plain tensor in a payload."""
 
     dtype: torch.dtype
-    numel: int  # in memory
+    bytes: int
     form: MemoryForm
     requires_grad: bool
     is_on_device: bool  # True if it is sent from device to device
-
-    @property
-    def bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +99,8 @@ def encode(values: Sequence[PacketValue], device: torch.device | None = None) ->
     for value, requires_grad in values:
         if isinstance(value, torch.Tensor) and is_packable(value):
             (memory, form), is_on_device = pack(value), value.device == device
-            layout.append(TensorLayout(memory.dtype, memory.numel(), form, requires_grad, is_on_device))
-            memories[is_on_device].append(
-                memory.view(torch.uint8) if memory.numel() else memory.new_empty(0, dtype=torch.uint8)
-            )
+            layout.append(TensorLayout(memory.dtype, memory.nbytes, form, requires_grad, is_on_device))
+            memories[is_on_device].append(memory.view(torch.uint8))
         else:
             value = value.detach() if isinstance(value, torch.Tensor) else value
             layout.append(PickledLayout(pickled(value), requires_grad))
@@ -118,13 +112,12 @@ def _joined(memories: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     """Joins pieces of memory into one on a device, without a copy if a single piece is already there."""
     if len(memories) == 1:
         return memories[0].to(device)
-    starts, end = [], 0
+    ends = [0]
     for memory in memories:
-        starts.append(_next_start(end))
-        end = starts[-1] + memory.numel()
-    payload = torch.empty(end, dtype=torch.uint8, device=device)
-    for start, memory in zip(starts, memories, strict=True):
-        payload[start : start + memory.numel()] = memory
+        ends.append(_next_start(ends[-1]) + memory.numel())
+    payload = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    for end, memory in zip(ends[1:], memories, strict=True):
+        payload[end - memory.numel() : end] = memory
     return payload
 
 

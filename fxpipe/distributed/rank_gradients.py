@@ -35,7 +35,7 @@ class RankGradients:
     def __init__(self, program: RankProgram, tensors: ModelTensors, programs: Sequence[Program], replicas: Replicas):
         self._group, self._replicas = replicas.group, replicas
         held, rank = program.held, replicas.group.rank
-        own = held.used_by_stages(rank)
+        own = [(name, j) for j, at, names in reversed(held.stages) if at == rank for name in names]
         changed = {name for one in programs for name in one.changes}
         names = dict.fromkeys((*program.transfers.stages_of, *(name for name, _ in own)))
         tensors_here = {name: tensors.get(name) for name in names if rank in held.holders(name) and name not in changed}

@@ -7,7 +7,7 @@ and for the cuts that it still has to cross. `packets` sends and receives.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -97,8 +97,7 @@ class RankExchange(Exchange):
 
     def check_empty(self) -> None:
         """Raises `InternalError` if values or gradients are left that no packet has taken."""
-        left = [*self._leaving, *self._returning]
-        if left:
+        if left := [*self._leaving, *self._returning]:
             raise InternalError(f"left behind at the end of a step: {left[:4]}")
 
 
@@ -139,17 +138,16 @@ class RankStep(Step):
         self._group.doing = str(action)
 
     def perform(self, action: Action) -> None:
-        totals = self.totals[action.stage]
+        j, totals, reduction = action.stage, self.totals[action.stage], self._reduction
+
+        def give(name: str) -> None:
+            if reduction is not None and reduction.has((name, j)) and not totals.sums[name].is_sparse:
+                reduction.give((name, j), totals.sums.pop(name))
+
         if action in self._last:
-            totals.when_final = partial(self._give, action.stage)
+            totals.when_final = give
         super().perform(action)
         totals.when_final = None  # it refers to this step
-
-    def _give(self, j: int, name: str) -> None:
-        """Adds a complete gradient to the reduction if the reduction sums it."""
-        sums, reduction = self.totals[j].sums, self._reduction
-        if reduction is not None and reduction.has((name, j)) and not sums[name].is_sparse:
-            reduction.give((name, j), sums.pop(name))
 
     def pass_on(self, action: Action) -> None:
         if self._link.is_sent(action):

@@ -303,10 +303,9 @@ class RankStream(Stream):
 
     def _update_stage(self, steps: Sequence[Step], j: int, updates: OverlappedUpdates) -> None:
         """Sums the gradients of a stage over replicas and updates its parameters."""
-        if self._replicas.count > 1:
-            for step in steps:
-                assert isinstance(step, RankStreamStep)
-                self._sum_over_replicas(step, j)
+        for step in steps if self._replicas.count > 1 else ():
+            assert isinstance(step, RankStreamStep)
+            self._sum_over_replicas(step, j)
         self.engine.update_stage(steps, j, updates)
 
     def _sum_over_replicas(self, step: RankStreamStep, j: int) -> None:
@@ -316,9 +315,8 @@ class RankStream(Stream):
         assert report is not None
         shares = report.shares.tolist()
         wrong, wrong_means = (check.difference(shares.__getitem__, means_only=only) for only in (False, True))
-        of_stage = LossEvidence(
-            wrong, wrong_means, report.is_verified, report.is_verified, shares, dict(check.gradients)
-        )
+        is_verified = report.is_verified
+        of_stage = LossEvidence(wrong, wrong_means, is_verified, is_verified, shares, dict(check.gradients))
         reports = replicas.group.replicas.all_gather((of_stage, replicas.open_sum().give_rest(own)), WAITED_FOR)
         evidence, gradients = [[one] for one, _ in reports], [one for _, one in reports]
         LossVerdict.of(evidence, firsts=step.part.firsts).check(None, 0)
