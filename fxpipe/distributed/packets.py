@@ -1,7 +1,7 @@
 """Packets between ranks: values of F, gradients of B, tensors of the model.
 
 *Content.* The *layout* (sizes, strides, which values are tensors) is usually the same in each step, so both ends
-remember it, and update it only at the end of a step:
+remember the last one of each packet. (After a failure all ranks forget them.)
 
     control     24 bytes: whether the layout is the remembered one, the length of a new layout, and a note
     payload     the memory of all tensors in one message, expected early if the layout is known
@@ -39,7 +39,6 @@ from fxpipe.scheduling.actions import Action, ActionKind, Rows
 
 CONTROL_BYTES = 24
 ALIGNMENT = 64  # bytes; of each tensor in a payload
-MAX_KEYS = 4096  # remembered layouts
 
 
 class PacketValue(NamedTuple):
@@ -149,16 +148,15 @@ class Mailbox:
         layouts: dict[Hashable, Layout],
         transfers: DeviceTransfers | None = None,
     ):
-        """Creates the mailbox of a step. `layouts`: of earlier steps, by key; `remember` adds this step's layouts."""
+        """Creates the mailbox of a step. `layouts`: the last ones, by key."""
         self._connection, self._device, self._known, self._transfers = connection, device, layouts, transfers
-        self._new: dict[Hashable, Layout] = {}
         self.note = 0  # note of the last packet received
 
     def send(self, key: Hashable, tag: int, peer: int, values: Sequence[PacketValue], note: int = 0) -> None:
         """Begins to send a packet. `note`: a number sent with it; see `PacketLink`."""
-        connection, known = self._connection, self._known_layout(key)
+        connection, known = self._connection, self._known.get(self._layout_key(key))
         layout, payload = encode(values, None if self._transfers is None else self._device)
-        self._note_layout(key, layout)
+        self._known[self._layout_key(key)] = layout
         is_known = layout == known
         content = b"" if is_known else pickle.dumps(layout)
         control = torch.tensor([is_known, len(content), note], dtype=torch.int64).view(torch.uint8)
@@ -195,7 +193,7 @@ class Mailbox:
 
     def expect(self, key: Hashable, tag: int, peer: int) -> None:
         self._connection.expect(peer, 4 * tag, CONTROL_BYTES)
-        known = self._known_layout(key) or ()
+        known = self._known.get(self._layout_key(key)) or ()
         if size := payload_bytes(known):
             self._connection.expect(peer, 4 * tag + 1, size)
         if size := payload_bytes(known, True):
@@ -204,7 +202,7 @@ class Mailbox:
 
     def receive(self, key: Hashable, tag: int, peer: int, what: str) -> list[PacketValue]:
         """Waits for an expected packet and returns it."""
-        connection, known = self._connection, self._known_layout(key)
+        connection, known = self._connection, self._known.get(self._layout_key(key))
         is_known, size, self.note = connection.receive(peer, 4 * tag, what).view(torch.int64).tolist()
         if is_known and known is None:
             raise InternalError(f"the layout of {what} was taken for known, and is not")
@@ -224,18 +222,11 @@ class Mailbox:
                 connection.expect(peer, 4 * tag + 3, size + on_device)
                 host = connection.receive(peer, 4 * tag + 3, what)
             host, device = host[:size], host[size:].to(self._device, copy=True)
-        self._note_layout(key, layout)
+        self._known[self._layout_key(key)] = layout
         return decode(layout, Payload(host, device), self._device)
 
-    def _known_layout(self, key: Hashable) -> Layout | None:
-        return self._known.get(key)
-
-    def _note_layout(self, key: Hashable, layout: Layout) -> None:
-        self._new[key] = layout
-
-    def remember(self) -> None:
-        """Remembers the layouts of a step that all ranks have committed."""
-        self._known.update(self._new)
+    def _layout_key(self, key: Any) -> Any:
+        return key
 
 
 TAGGED_PACKETS = 1 << 20  # tags repeat after this number, far more than packets in flight

@@ -17,7 +17,7 @@ from torch import nn
 
 from fxpipe._torch.autograd import has_gradient_hooks
 from fxpipe.distributed.held_tensors import RankProgram, TensorExchange, TensorTransfers, share_buffers
-from fxpipe.distributed.packets import MAX_KEYS, Layout, Mailbox, PacketLink, order_of_step
+from fxpipe.distributed.packets import Layout, Mailbox, PacketLink, order_of_step
 from fxpipe.distributed.rank_gradients import RankGradients
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankExchange, RankStep
@@ -45,6 +45,8 @@ from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
 from fxpipe.utils.pytree import map_tensor_leaves
+
+MAX_STEPS = 1000  # whose layouts of packets are remembered: with dynamic sizes each may have others
 
 
 def pairs_of_ranks(routes: RelayRoutes, transfers: TensorTransfers | None = None) -> Iterator[tuple[int, int]]:
@@ -86,7 +88,7 @@ class RankEngine(Engine):
         super().__init__(model, InlineExecutor(), (group.device,))
         self.group = group
         self._layouts: dict[Any, Layout] = {}
-        self._generation = -1
+        self._generation, self._steps = -1, 0  # of `_layouts`
         self.replicas = Replicas(group)
 
     def _end(self) -> None:
@@ -108,9 +110,10 @@ class RankEngine(Engine):
 
     def _mailbox(self, program: RankProgram) -> Mailbox:
         """Creates the mailbox of a step. All ranks call it together."""
-        if self._generation != self.group.generation or len(self._layouts) > MAX_KEYS:
+        if self._generation != self.group.generation or self._steps == MAX_STEPS:
             self._layouts.clear()  # in the same step on all ranks
-            self._generation = self.group.generation
+            self._generation, self._steps = self.group.generation, 0
+        self._steps += 1
         transfers = self.group.transfers
         if transfers is not None:
             transfers.connect(pairs_of_ranks(program.routes, program.transfers))
@@ -183,7 +186,6 @@ class RankEngine(Engine):
         self.write_back(inputs, more)
         step.transport.settle()
         mailbox.settle()
-        mailbox.remember()
         return output
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -259,7 +261,6 @@ class RankEngine(Engine):
         gradients.commit(self, step, reports, divisor)
         self._commit_buffers(inputs, step, exchange, tensors, part)
         self.write_back(inputs, more)
-        mailbox.remember()
         return loss.to(self.group.device), output
 
     def begin(

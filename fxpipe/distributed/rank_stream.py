@@ -25,7 +25,7 @@ import torch
 
 from fxpipe.distributed.device_transfers import WAITED_FOR
 from fxpipe.distributed.held_tensors import RankProgram, share_buffers
-from fxpipe.distributed.packets import JOB_TAG, Layout, Mailbox, PacketLink, PacketOrder, PacketValue, cut_of, tag_of
+from fxpipe.distributed.packets import JOB_TAG, Mailbox, PacketLink, PacketOrder, PacketValue, cut_of, tag_of
 from fxpipe.distributed.rank_engine import RankEngine, RankInputs, pairs_of_ranks
 from fxpipe.distributed.rank_gradients import RankGradients, parameters_of_loss
 from fxpipe.distributed.rank_group import RankGroup
@@ -96,11 +96,8 @@ class RankStreamStep(StreamStep):
 class StreamMailbox(Mailbox):
     """A mailbox whose keys end in a counter. A packet is expected to have the layout of the previous number."""
 
-    def _known_layout(self, key: Any) -> Layout | None:
-        return self._known.get(key[:-1])
-
-    def _note_layout(self, key: Any, layout: Layout) -> None:
-        self._known[key[:-1]] = layout
+    def _layout_key(self, key: Any) -> Any:
+        return key[:-1]
 
 
 class StreamLink(PacketLink):

@@ -129,8 +129,6 @@ class Pair:
         }
         assert not self.wire.expected
         assert not any(self.wire.messages.values())
-        for mailbox in (sender, receiver):
-            mailbox.remember()
         return [arrived[i] for i in range(len(packets))]
 
 
@@ -182,7 +180,7 @@ def test_messages_of_devices_match_in_their_order_whichever_layouts_are_new():
 
 
 def test_in_a_stream_a_packet_is_taken_to_have_the_layout_of_the_one_before():
-    """Packets are numbered, in the last part of their keys, and nothing is remembered at the end of a step."""
+    """Packets are numbered, in the last part of their keys."""
     wire = Wire()
     ends = [StreamMailbox(wire, CPU, {}) for _ in range(2)]
     counts = []

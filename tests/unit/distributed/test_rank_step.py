@@ -7,8 +7,10 @@ from helpers.rank_models import DENSE_CUTS, Dense
 from helpers.ranks import Ranks
 
 import fxpipe
+from fxpipe.distributed import rank_engine
 from fxpipe.distributed.connection import Connection
-from fxpipe.distributed.packets import Mailbox, PacketLink
+from fxpipe.distributed.packets import PacketLink
+from fxpipe.distributed.rank_engine import RankEngine
 from fxpipe.distributed.rank_step import RankStep, _last_backwards
 from fxpipe.errors import DistributedError
 from fxpipe.scheduling import Action, ActionKind
@@ -74,12 +76,33 @@ def one_rank_alone_remembers_layouts(mesh):
     )
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(Mailbox, "remember", forgetting)
+            patch.setattr(RankEngine, "write_back", forgetting)
         else:
             pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)  # ends well here
         with pytest.raises((KeyboardInterrupt, DistributedError)):
             pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
     return pipe.forward_backward(x, target=x, loss_fn=F.mse_loss), F.mse_loss(model(x), x).detach()
+
+
+def many_sizes(mesh):
+    """Layouts of many sizes on three ranks, of which the middle one has the most."""
+    torch.manual_seed(0)
+    model, losses, expected = Dense(), [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_engine, "MAX_STEPS", 3)
+        pipe = fxpipe.pipeline(
+            model, mesh, 2, example_args=(torch.randn(4, 4),), balance=DENSE_CUTS[4], progress=False, hardware="cpu"
+        )
+        for size in (4, 6, 8, 4, 6, 8, 4):
+            x = torch.randn(size, 4)
+            losses.append(pipe.forward_backward(x, target=x, loss_fn=F.mse_loss))
+            expected.append(F.mse_loss(model(x), x).detach())
+    return losses, expected
+
+
+def test_layouts_are_forgotten_by_all_ranks_in_the_same_step(four_ranks):
+    for losses, expected in four_ranks.run(many_sizes):
+        torch.testing.assert_close(losses, expected)
 
 
 def test_layouts_that_one_rank_alone_remembers_are_forgotten_by_all(two_ranks):
