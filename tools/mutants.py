@@ -1492,7 +1492,7 @@ TRACING = (
         "behaviour/test_continuation.py::test_checkpoints_around_calls_that_are_recorded_are_calls",
     ),
     Mutant(
-        "tracing/shapes/input_values.py",
+        "tracing/shapes/output_dims.py",
         "if not is_trained and walk",
         "if walk",
         "behaviour/test_joint_tail.py::test_what_an_input_with_a_gradient_gives_is_refused",

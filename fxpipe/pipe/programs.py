@@ -46,7 +46,7 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.print_calls import text_of_prints
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.record.recorded_sizes import refuse_other_answers
-from fxpipe.tracing.shapes.input_values import InputValues
+from fxpipe.tracing.shapes.output_dims import InputValues
 from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.tensors import has_values
 from fxpipe.tracing.traced import Traced

@@ -42,9 +42,13 @@ from fxpipe.tracing.model_state import look_on_recording_device, model_on, move_
 from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.tensors import slice_samples, tensor_bytes
 from fxpipe.tracing.traced import attribute_tensor
-from fxpipe.tracing.verify.dynamic_sizes_check import recheck_lengths
+from fxpipe.tracing.verify.compared_sizes import (
+    OtherMicroBatchesError,
+    agrees_with_model,
+    recheck_lengths,
+    recheck_micro_batches,
+)
 from fxpipe.tracing.verify.effects import least_samples
-from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, agrees_with_model, recheck_micro_batches
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import phase, show_phases, show_progress

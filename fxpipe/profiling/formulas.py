@@ -22,7 +22,7 @@ from fxpipe.profiling.profile_data import Seconds
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.node_info import bytes_at, bytes_formula, info
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.dynamic_sizes_check import resize
+from fxpipe.tracing.verify.compared_sizes import resize
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint, fit_counts

@@ -39,7 +39,7 @@ from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.strategies import find_graph
 from fxpipe.tracing.trace_request import RECORD, TraceRequest, TracerOption, check_tracer, requested_leaf_modules
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.invariants import check_invariants
+from fxpipe.tracing.verify.effects import check_invariants
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.progress import show_progress
 from fxpipe.utils.units import with_article

@@ -33,25 +33,24 @@ from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.recorded_sizes import Disguise
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.input_dims import candidate_dims, cut_elements, other_in_dims
-from fxpipe.tracing.shapes.input_values import with_head
-from fxpipe.tracing.shapes.output_dims import of_any_sizes, read_by_python_only, without_tail
+from fxpipe.tracing.shapes.output_dims import graph_of_stages, of_any_sizes, read_by_python_only
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import GraphBreak, RecordingOptions, Traced, opaque_name
-from fxpipe.tracing.verify.dynamic_sizes_check import check_dynamic_sizes
+from fxpipe.tracing.verify.compared_sizes import (
+    OtherMicroBatchesError,
+    check_dynamic_sizes,
+    holds_for_micro_batches,
+    may_replace,
+    must_compare_micro_batches,
+    values_differ_message,
+)
 from fxpipe.tracing.verify.effects import effects_of_changed, refuse_differing_writes, refuse_unwritable_inputs
 from fxpipe.tracing.verify.equivalence import (
     check_against_model,
     check_training_equivalence,
     effects_unverified,
     take_samples,
-)
-from fxpipe.tracing.verify.micro_batch_sizes import (
-    OtherMicroBatchesError,
-    holds_for_micro_batches,
-    may_replace,
-    must_compare_micro_batches,
-    values_differ_message,
 )
 from fxpipe.tracing.verify.sample_rows import join_sample_rows
 from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
@@ -351,7 +350,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     if not is_told:
         traced, is_told = join_sample_rows(traced, leaves, request.chunks, request.out_dims)
     traced = replace(traced, any_sizes=of_any_sizes(traced, unasked))
-    traced = with_head(without_tail(traced))
+    traced = graph_of_stages(traced)
     assert traced.effects is not None
     traced = replace(traced, effects=effects_of_changed(traced, traced.effects))
     refuse_differing_writes(traced)

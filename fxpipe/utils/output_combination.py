@@ -24,7 +24,7 @@ from fxpipe._torch.thread_state import ThreadState, set_thread_state
 
 @dataclass(frozen=True, slots=True)
 class CombinationRef:
-    """A placeholder in arguments for a value, by number: the pieces first, then the results of calls."""
+    """A placeholder in arguments for a value, by number: pieces from 0 up, results of calls from -1 down."""
 
     number: int
 
@@ -55,19 +55,19 @@ class OutputCombination:
 
     def __call__(self, pieces: Sequence[Any], computed: dict[str, Any] | None = None) -> Any:
         """Computes the output. `computed`: values of other outputs by node; values of this one are added."""
-        values, computed = list(pieces), {} if computed is None else computed
-        for call in self.calls:
-            if call.node not in computed:
-                args, kwargs = map_nested(
-                    (call.args, call.kwargs), lambda v: values[v.number] if isinstance(v, CombinationRef) else v
-                )
-                with set_thread_state(call.state):
-                    values.append(call.function(*args, **kwargs))
-                if call.node:
-                    computed[call.node] = values[-1]
-            else:
-                values.append(computed[call.node])
-        return values[-1]
+        values, computed = dict(enumerate(pieces)), {} if computed is None else computed
+        for number, call in enumerate(self.calls, 1):
+            if call.node in computed:
+                values[-number] = computed[call.node]
+                continue
+            args, kwargs = map_nested(
+                (call.args, call.kwargs), lambda v: values[v.number] if isinstance(v, CombinationRef) else v
+            )
+            with set_thread_state(call.state):
+                values[-number] = call.function(*args, **kwargs)
+            if call.node:
+                computed[call.node] = values[-number]
+        return values[-len(self.calls)]
 
     @property
     def is_joint(self) -> bool:

@@ -79,7 +79,7 @@ MECHANISMS = (
         ("functions of the user's distrusted", "tracing.shapes.symbolic_run._Knowledge.distrust"),
         ("a squeeze told its dimensions", "tracing.shapes.symbolic_shapes.fix_squeezes?"),
         ("micro-batches compared with the mini-batch in each step",
-         "tracing.verify.micro_batch_sizes.must_compare_micro_batches?"),
+         "tracing.verify.compared_sizes.must_compare_micro_batches?"),
         ("samples that are apart again behind a block", "tracing.verify.sample_rows._SideBySide._changes_with"),
     ),
     *_group(
@@ -98,7 +98,7 @@ MECHANISMS = (
         ("a total over a count", "tracing.shapes.batch_reductions.ReductionWalk._counted_piece"),
         ("means over elements chosen by values", "tracing.shapes.batch_reductions.ReductionWalk._elements_piece"),
         ("a tail from where samples have not met", "tracing.verify.sample_rows._with_longer_tail?"),
-        ("pieces known from inputs", "tracing.shapes.input_values.InputValues.__call__", "forward_backward()"),
+        ("pieces known from inputs", "tracing.shapes.output_dims.InputValues.__call__", "forward_backward()"),
         ("weights of elements checked", "runtime.loss_checks.LossWeightingCheck.note"),
         ("put together as the user says", "utils.pytree.broadcast_prefix?"),
     ),

@@ -22,8 +22,8 @@ a sum.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -93,26 +93,16 @@ class ReducedOutput:
     """An output as a function of pieces."""
 
     pieces: list[OutputPiece] = field(default_factory=list)
-    calls: list[tuple[CombinationCall, str]] = field(default_factory=list)  # with the names of operations
+    calls: list[CombinationCall] = field(default_factory=list)
     is_opaque: bool = False  # are values changed in place, and used under another name?
-    values: dict[fx.Node, int] = field(default_factory=dict)  # node -> number of a piece (from 0) or call (-1 down)
+    values: dict[fx.Node, int] = field(default_factory=dict)  # node -> number of its `CombinationRef`
 
-    def numbered_calls(self) -> list[CombinationCall]:
-        """Returns the calls, with references numbered as pieces first and calls after them."""
-
-        def put(value: Any) -> Any:
-            if isinstance(value, CombinationRef) and value.number < 0:
-                return CombinationRef(len(self.pieces) - 1 - value.number)
-            return value
-
-        return [replace(c, args=map_nested(c.args, put), kwargs=map_nested(c.kwargs, put)) for c, _ in self.calls]
-
-    def terms(self, of_pieces: Sequence[Terms]) -> Terms | None:
+    def terms(self, of_pieces: Iterable[Terms]) -> Terms | None:
         """Returns the terms of the output; None if it is not a polynomial."""
-        terms: list[Terms | None] = list(of_pieces)
-        for call, (_, name) in zip(self.numbered_calls(), self.calls, strict=True):
-            terms.append(_terms_of(name, call, terms))
-        last = None if self.is_opaque else terms[-1]
+        known: dict[int, Terms | None] = dict(enumerate(of_pieces))
+        for number, call in enumerate(self.calls, 1):
+            known[-number] = _terms_of(call, known)
+        last = None if self.is_opaque else known[-len(self.calls)]
         return last if last is not None and not _has_rows(last) else None
 
 
@@ -139,6 +129,7 @@ class ReductionWalk:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._size: fx.Node | None = None  # the number of samples, read from an input
         self.added: list[fx.Node] = []
+        self.reduced = ReducedOutput()  # of the present output
         self.handed_out: dict[fx.Node, int | str | None] = {}  # the pieces of all combinations, with their joins
         self.tail = set[fx.Node]()  # tails of all combinations that have rows
 
@@ -148,7 +139,7 @@ class ReductionWalk:
         pieces = reduced.pieces
         if len(pieces) == 1 and not reduced.calls:
             return pieces[0].how
-        terms = reduced.terms([piece.terms for piece in pieces])
+        terms = reduced.terms(piece.terms for piece in pieces)
         if terms is not None and terms <= CONSTANT_TERMS | MEAN_TERMS:
             return "mean"
         if terms == SUM_TERMS:
@@ -170,7 +161,7 @@ class ReductionWalk:
             place,
             tuple(first + order.index(node) for node in nodes),
             tuple(piece.how for piece in pieces),
-            tuple(reduced.numbered_calls()),
+            tuple(reduced.calls),
             tuple(known),
             reduced.terms(varying) is not None and not any(isinstance(piece.how, int) for piece in pieces),
             f"output {place} ({output.name}, made at {info(output).source or 'the input'})",
@@ -190,36 +181,36 @@ class ReductionWalk:
 
     def _reduced(self, output: fx.Node) -> ReducedOutput:
         """Walks back from an output to its pieces; the nodes after the pieces are the tail."""
-        reduced, tail = ReducedOutput(), set[fx.Node]()
+        self.reduced, tail = ReducedOutput(), set[fx.Node]()
         later = [*self.order][self.order[output] + 1 :]
         if any(not info(output).storages.isdisjoint(info(n).written_storages) for n in later):
             raise _unknown_reduction(output, "which is changed in place before it is returned")
         todo = [output]
         while todo:
             node = todo.pop()
-            if node not in tail and node not in reduced.values and not self._is_piece(node, reduced):
+            if node not in tail and node not in self.reduced.values and not self._is_piece(node):
                 todo += self._sources_in_tail(node, tail)
-            for writer in self._writers([*tail, *reduced.values], output, tail) if not todo else ():
-                if writer in reduced.values:
+            for writer in self._writers([*tail, *self.reduced.values], output, tail) if not todo else ():
+                if writer in self.reduced.values:
                     raise _unknown_reduction(writer, "which is changed in place, and used as another view")
                 todo += self._sources_in_tail(writer, tail)
-        self._refuse_tail(reduced, tail)
-        self._add_calls(reduced, tail)
-        return reduced
+        self._refuse_tail(tail)
+        self._add_calls(tail)
+        return self.reduced
 
-    def _is_piece(self, node: fx.Node, reduced: ReducedOutput) -> bool:
+    def _is_piece(self, node: fx.Node) -> bool:
         """Adds the pieces of a value that micro-batches compute; returns False if the tail computes it."""
         number = info(node).number
         if node not in self.batch_dependent:
-            self._piece(node, None, CONSTANT_TERMS, reduced)
+            self._piece(node, None, CONSTANT_TERMS)
         elif number is not None:
             if info(node).is_float_number or sympy.cancel(number / self.traced.batch).free_symbols:
                 return False
-            self._size_piece(node, number / self.traced.batch, reduced)
-        elif not self._reduction(node, reduced):
+            self._size_piece(node, number / self.traced.batch)
+        elif not self._reduction(node):
             if (dim := self._rows(node)) is None:
                 return False
-            self._piece(node, dim, ROW_TERMS, reduced)
+            self._piece(node, dim, ROW_TERMS)
         return True
 
     def _sources_in_tail(self, node: fx.Node, tail: set[fx.Node]) -> list[fx.Node]:
@@ -235,13 +226,13 @@ class ReductionWalk:
         tail.add(node)
         return [n for n in node.all_input_nodes if not self._is_constant(n)]
 
-    def _refuse_tail(self, reduced: ReducedOutput, tail: set[fx.Node]) -> None:
+    def _refuse_tail(self, tail: set[fx.Node]) -> None:
         """Raises if a tail reads state that forward changes, is read by forward, or is a large part of the model."""
-        is_joint = any(isinstance(piece.how, int) for piece in reduced.pieces)
+        is_joint = any(isinstance(piece.how, int) for piece in self.reduced.pieces)
         held = [n for n in self.order if n.op == "get_attr"]
         changed = {n for n in held if not self.changed.isdisjoint(info(n).storages) or n.target in self.traced.assigned}
         taken = 0.0
-        for piece in reduced.pieces if tail else ():
+        for piece in self.reduced.pieces if tail else ():
             for node in dependencies_of(piece.node) if is_joint else ():
                 is_reader = node.op in CALL_OPS and "_norm" not in base_opname(node)
                 if piece.node in changed or (is_reader and not changed.isdisjoint(node.all_input_nodes)):
@@ -271,34 +262,31 @@ class ReductionWalk:
     def _writes_to_state(self, node: fx.Node) -> bool:
         return not self.state.isdisjoint(info(node).written_storages)
 
-    def _add_calls(self, reduced: ReducedOutput, tail: set[fx.Node]) -> None:
+    def _add_calls(self, tail: set[fx.Node]) -> None:
         """Adds the tail as calls, in the order of the graph. The calls write to copies of pieces."""
         written = frozenset[int]().union(*(info(node).written_storages for node in tail))
-        for node in [n for n in reduced.values if n not in tail and not written.isdisjoint(info(n).storages)]:
-            if any(n is not node and not info(n).storages.isdisjoint(info(node).storages) for n in reduced.values):
+        for node in [n for n in self.reduced.values if n not in tail and not written.isdisjoint(info(n).storages)]:
+            if any(n is not node and not info(n).storages.isdisjoint(info(node).storages) for n in self.reduced.values):
                 raise _unknown_reduction(node, "which is changed in place, and used as another view")
-            ref, state = CombinationRef(reduced.values[node]), state_of(next(iter(tail)))
-            reduced.calls.append((CombinationCall(torch.clone, (ref,), {}, state), "clone"))
-            reduced.values[node] = -len(reduced.calls)
+            self._call(node, torch.clone, (CombinationRef(self.reduced.values[node]),), {})
 
         def put(value: Any) -> Any:
             if not isinstance(value, fx.Node):
                 return value
             if not self._is_constant(value):
-                return CombinationRef(reduced.values[value])
+                return CombinationRef(self.reduced.values[value])
             if info(value).dynamic_number is not None:
                 raise FixedSizeError(f"an output is put together with a size as a number, at {info(value).source}")
             return constant_of(value, number_of(value))
 
         for node in sorted(tail, key=self.order.__getitem__):
-            name, changed = base_opname(node), node.args[0] if node.args else None
+            changed = node.args[0] if node.args else None
             if info(node).written_storages and isinstance(changed, fx.Node):
-                name = _IN_PLACE.get(name, name)
                 is_last = all(self.order.get(user, -1) <= self.order[node] for user in changed.users)
-                reduced.is_opaque |= name not in _IN_PLACE.values() or not is_last
+                self.reduced.is_opaque |= base_opname(node) not in _IN_PLACE or not is_last
             function = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
             args, kwargs = map_nested((tuple(node.args), dict(node.kwargs)), put)
-            self._call(name, function, args, kwargs, node, reduced, is_shared=not written)
+            self._call(node, function, args, kwargs, is_shared=not written)
 
     def _writers(self, held: list[fx.Node], output: fx.Node, tail: set[fx.Node]) -> list[fx.Node]:
         """Returns the nodes that change memory of the tail or of pieces after these were computed."""
@@ -312,29 +300,27 @@ class ReductionWalk:
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
-    def _piece(self, node: fx.Node, how: int | str | None, terms: Terms, reduced: ReducedOutput) -> None:
-        reduced.values[node] = len(reduced.pieces)
-        reduced.pieces.append(OutputPiece(node, how, terms))
+    def _piece(self, node: fx.Node, how: int | str | None, terms: Terms) -> None:
+        self.reduced.values[node] = len(self.reduced.pieces)
+        self.reduced.pieces.append(OutputPiece(node, how, terms))
 
-    def _size_piece(self, node: fx.Node, of_sample: sympy.Expr, reduced: ReducedOutput) -> None:
+    def _size_piece(self, node: fx.Node, of_sample: sympy.Expr) -> None:
         """Adds a multiple of the number of samples, read from an input: the value itself may need the tail."""
         place = next(place for place, dim in enumerate(self.traced.in_dims) if dim is not None)
         dim, source = self.traced.in_dims[place], self.traced.placeholders[place]
         factor = of_sample / rows_per_sample(dim)
         if not factor.is_Integer:
-            return self._piece(node, "sum", SIZE_TERMS, reduced)
+            return self._piece(node, "sum", SIZE_TERMS)
         if self._size is None:
             self._size = self._add_after(source, torch.Tensor.size, (source, int(dim or 0)), torch.int64)
             number = self.traced.batch * rows_per_sample(dim)
             update_info(self._size, known_shapes=(), number=number)
         self.tail.add(node)
-        if self._size not in reduced.values:
-            self._piece(self._size, "sum", SIZE_TERMS, reduced)
-        self._call("mul", operator.mul, (CombinationRef(reduced.values[self._size]), int(factor)), {}, node, reduced)
+        if self._size not in self.reduced.values:
+            self._piece(self._size, "sum", SIZE_TERMS)
+        self._call(node, operator.mul, (CombinationRef(self.reduced.values[self._size]), int(factor)), {})
 
-    def _counted_piece(
-        self, node: fx.Node, count: Callable[..., torch.Tensor], args: tuple[Any, ...], reduced: ReducedOutput
-    ) -> None:
+    def _counted_piece(self, node: fx.Node, count: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
         """Adds a mean over selected elements: its total and its count are pieces."""
         if node not in self._counted:
             weight = args[1] if count is cross_entropy_divisor else None
@@ -345,29 +331,19 @@ class ReductionWalk:
                 wide = torch.promote_types(wide, dtype)
             self._counted[node] = self._add_after(number, sum_from_mean, (node, number), wide), number
         total, number = self._counted[node]
-        self._piece(total, "sum", SUM_TERMS, reduced)
-        self._piece(number, "sum", SUM_TERMS, reduced)
-        operands = (CombinationRef(reduced.values[total]), CombinationRef(reduced.values[number]))
+        self._piece(total, "sum", SUM_TERMS)
+        self._piece(number, "sum", SUM_TERMS)
+        operands = (CombinationRef(self.reduced.values[total]), CombinationRef(self.reduced.values[number]))
         # Divide first, then convert to the dtype of the mean.
-        self._call("truediv", operator.truediv, operands, {}, node, reduced)
+        self._call(node, operator.truediv, operands, {})
         if info(total).shapes[0].dtype != info(node).shapes[0].dtype:
-            mean = CombinationRef(reduced.values[node])
-            self._call("to", torch.Tensor.to, (mean, info(node).shapes[0].dtype), {}, node, reduced)
+            mean = CombinationRef(self.reduced.values[node])
+            self._call(node, torch.Tensor.to, (mean, info(node).shapes[0].dtype), {})
 
-    def _call(
-        self,
-        name: str,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        node: fx.Node,
-        reduced: ReducedOutput,
-        is_shared: bool = False,
-    ) -> None:
+    def _call(self, node: fx.Node, function: Any, args: Any, kwargs: Any, is_shared: bool = False) -> None:
         state = state_of(node) if info(node).state is not None else self.traced.state
-        call = CombinationCall(function, args, kwargs, state, node.name if is_shared else "")
-        reduced.calls.append((call, name))
-        reduced.values[node] = -len(reduced.calls)
+        self.reduced.calls.append(CombinationCall(function, args, kwargs, state, node.name if is_shared else ""))
+        self.reduced.values[node] = -len(self.reduced.calls)
 
     def _is_constant(self, node: fx.Node) -> bool:
         number = info(node).number
@@ -384,7 +360,7 @@ class ReductionWalk:
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def _reduction(self, node: fx.Node, reduced: ReducedOutput) -> bool:
+    def _reduction(self, node: fx.Node) -> bool:
         """Adds the pieces of a node that reduces rows over samples; returns False for any other node."""
         if not node.all_input_nodes or node.op not in CALL_OPS or len(info(node).shapes) != 1:
             return False
@@ -399,40 +375,38 @@ class ReductionWalk:
         if not even and self.traced.batch in size.free_symbols:
             return False
         if name in ("sum", "nansum", "count_nonzero"):
-            return self._simple_piece(node, "sum", reduced)
+            return self._simple_piece(node, "sum")
         if name == "mean":
             if even:
-                return self._simple_piece(node, "mean", reduced)
-            return not info(node).shapes[0].shape and self._elements_piece(node, source, reduced)
-        arguments = _loss_arguments(node)
+                return self._simple_piece(node, "mean")
+            return not info(node).shapes[0].shape and self._elements_piece(node, source)
+        is_of_torch = node.op == "call_function" and getattr(F, name, None) is node.target
+        arguments = named_arguments_and_defaults(node) if is_of_torch and isinstance(node.target, FunctionType) else {}
+        if any(arguments.get(old) is not None for old in ("size_average", "reduce")) or "reduction" not in arguments:
+            return False
         # A loss of arguments that hold the samples in different dimensions may compare all pairs.
         differ = node.target is not F.ctc_loss and len({self._batch_dim(n) for n in batched}) > 1
-        if arguments is None or differ:
-            return False
-        return self._loss(node, source, arguments, even, reduced)
+        return not differ and self._loss(node, source, arguments, even)
 
-    def _simple_piece(self, node: fx.Node, how: str, reduced: ReducedOutput) -> bool:
+    def _simple_piece(self, node: fx.Node, how: str) -> bool:
         """Adds a sum or a mean, unless observation contradicts it."""
         if self.joins is not None and how not in self.joins.get(node, ()):
             return False
-        self._piece(node, how, SUM_TERMS if how == "sum" else MEAN_TERMS, reduced)
+        self._piece(node, how, SUM_TERMS if how == "sum" else MEAN_TERMS)
         return True
 
     # No model of the zoo: a mean over `x[mask]` needs it (behaviour/test_own_losses.py).
-    def _elements_piece(self, node: fx.Node, source: fx.Node, reduced: ReducedOutput) -> bool:
+    def _elements_piece(self, node: fx.Node, source: fx.Node) -> bool:
         """Adds a mean over a number of elements that depends on values; a mask that selects them gives the number."""
         mask = source.args[1] if base_opname(source) in ("getitem", "masked_select") and len(source.args) == 2 else None
-        count: Callable[..., torch.Tensor] = element_count
-        counted = source
-        if isinstance(mask, fx.Node) and [s.dtype for s in info(mask).shapes] == [torch.bool]:
-            is_full = info(mask).shapes[0].shape == info(source.all_input_nodes[0]).shapes[0].shape
-            count, counted = (torch.count_nonzero, mask) if is_full else (count, counted)
-        self._counted_piece(node, count, (counted,), reduced)
+        shapes = info(mask).shapes if isinstance(mask, fx.Node) else ()
+        if shapes == (TensorShape(info(source.all_input_nodes[0]).shapes[0].shape, torch.bool),):
+            self._counted_piece(node, torch.count_nonzero, (mask,))
+        else:
+            self._counted_piece(node, element_count, (source,))
         return True
 
-    def _loss(
-        self, node: fx.Node, source: fx.Node, arguments: dict[str, Any], even: bool, reduced: ReducedOutput
-    ) -> bool:
+    def _loss(self, node: fx.Node, source: fx.Node, arguments: dict[str, Any], even: bool) -> bool:
         target, weight, reduction = arguments.get("target"), arguments.get("weight"), arguments["reduction"]
         shape, is_counted = info(source).shapes[0].shape, "ignore_index" in arguments
         others = info(target).shapes[0] if isinstance(target, fx.Node) and info(target).shapes else None
@@ -441,40 +415,33 @@ class ReductionWalk:
         if others is not None and "input" in arguments and others.dtype.is_floating_point and others.shape != shape:
             return False  # broadcast: it may compare each sample with each
         if reduction == "sum":
-            return self._simple_piece(node, "sum", reduced)
+            return self._simple_piece(node, "sum")
         if reduction == "batchmean":
             is_mean = bool(shape[0].free_symbols)
-            return not (is_mean and not even) and self._simple_piece(node, "mean" if is_mean else "sum", reduced)
+            return not (is_mean and not even) and self._simple_piece(node, "mean" if is_mean else "sum")
         if reduction != "mean":
             return False
         if is_counted and others is not None and not others.dtype.is_floating_point:
             if isinstance(weight, fx.Node) and weight in self.batch_dependent:
                 return False
-            self._counted_piece(node, cross_entropy_divisor, (target, weight, arguments["ignore_index"]), reduced)
+            self._counted_piece(node, cross_entropy_divisor, (target, weight, arguments["ignore_index"]))
         elif weight is not None and node.target in _DIVIDED_BY_WEIGHTS:
-            self._counted_piece(node, torch.sum, (weight,), reduced)
+            self._counted_piece(node, torch.sum, (weight,))
         elif even:
-            return self._simple_piece(node, "mean", reduced)
+            return self._simple_piece(node, "mean")
         else:
-            return self._elements_piece(node, source, reduced)
+            return self._elements_piece(node, source)
         return True
 
     def _batch_dim(self, node: fx.Node) -> tuple[int, Any]:
         shape = info(node).shapes[0].shape
         return next((d, size) for d, size in enumerate(shape) if size.free_symbols)
 
-    # -- nodes for the pieces ------------------------------------------------------------------------------------------
-
     def _add_after(self, node: fx.Node, function: Any, args: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
         graph = self.traced.graph
-        if node.op in CALL_OPS:
-            with graph.inserting_after(node):
-                new = graph.call_function(function, args)
-            like = node
-        else:
-            like = next(n for n in graph.nodes if n.op in CALL_OPS)
-            with graph.inserting_before(like):
-                new = graph.call_function(function, args)
+        like = node if node.op in CALL_OPS else next(n for n in graph.nodes if n.op in CALL_OPS)
+        with graph.inserting_after(node) if like is node else graph.inserting_before(like):
+            new = graph.call_function(function, args)
         shape = info(node).shapes[0].shape if function is torch.clone else ()
         set_info(new, info(like).beside(known_shapes=(TensorShape(shape, dtype),)))
         self.added.append(new)
@@ -509,17 +476,12 @@ def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
 
 def base_opname(node: fx.Node) -> str:
     """Returns the name of an operation: `add` for `operator.add`, `torch.add`, `Tensor.__add__`, `aten.add.Tensor`."""
-    name = opname(node.target)
+    return _base_name(node.target)
+
+
+def _base_name(function: Any) -> str:
+    name = opname(function)
     return name.strip("_") if name.startswith("__") else name
-
-
-def _loss_arguments(node: fx.Node) -> dict[str, Any] | None:
-    """Returns the arguments, by name, of a loss function of torch with a `reduction`; None for other nodes."""
-    if node.op != "call_function" or getattr(F, opname(node.target), None) is not node.target:
-        return None
-    arguments = named_arguments_and_defaults(node) if isinstance(node.target, FunctionType) else {}
-    is_old = arguments.get("size_average") is not None or arguments.get("reduce") is not None
-    return None if is_old or "reduction" not in arguments else arguments
 
 
 def _unknown_reduction(node: fx.Node, why: str) -> UnknownReductionError:
@@ -539,7 +501,10 @@ def _refs(value: Any) -> list[CombinationRef]:
     return [leaf for leaf in leaves if isinstance(leaf, CombinationRef)]
 
 
-def _terms_of(name: str, call: CombinationCall, known: Sequence[Terms | None]) -> Terms | None:
+def _terms_of(call: CombinationCall, known: Mapping[int, Terms | None]) -> Terms | None:
+    name = _base_name(call.function)
+    name = _IN_PLACE.get(name, name)
+
     def of(value: Any) -> Terms | None:
         return _joined([known[ref.number] for ref in refs]) if (refs := _refs(value)) else CONSTANT_TERMS
 

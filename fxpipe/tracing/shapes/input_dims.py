@@ -15,7 +15,7 @@ from fxpipe.utils.batch_split import BatchDim, rows_per_sample
 def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None]:
     """Returns for each input leaf the dimension that may hold the batch, from `in_dims` or else 0.
 
-    In a dimension given by the user, each sample may have several rows (`BatchDim`).
+    In a dimension given by the user, each sample may have several rows (`BatchDim`); the smallest input has one.
     """
     heads = list(dict.fromkeys(leaf.head for leaf in leaves))
     if in_dims is None or isinstance(in_dims, int):
@@ -43,7 +43,21 @@ def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None
                 f"the inputs {leaves[leaf.same_as].path} and {leaf.path} are the same tensor, and in_dims cuts them "
                 "differently; give a copy of one of them (x.clone())"
             )
-    return [*dims] if in_dims is None else _with_rows(leaves, dims)
+    sizes = {leaf.path: leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
+    batch = min(sizes.values(), default=0)
+    if in_dims is None or batch == 0:
+        return [*dims]
+    smallest = next(path for path, size in sizes.items() if size == batch)
+    for path, size in sizes.items():
+        if size % batch:
+            raise ArgumentError(
+                f"in_dims says that {path} holds the batch, but its {size} rows are no whole number for each of the "
+                f"{batch} samples of {smallest}; give each sample as many rows, or None in in_dims for an input "
+                "without a batch"
+            )
+    return [
+        None if dim is None else BatchDim(dim, leaf.shape[dim] // batch) for leaf, dim in zip(leaves, dims, strict=True)
+    ]
 
 
 def other_in_dims(leaves: Sequence[InputLeaf]) -> list[dict[str, int | None]]:
@@ -76,22 +90,3 @@ def cut_elements(leaves: Sequence[InputLeaf], dims: Sequence[int | None]) -> int
 def batch_sizes(leaves: Sequence[InputLeaf], dims: Sequence[int | None]) -> set[int]:
     """Returns the numbers of samples that inputs hold in these dimensions."""
     return {leaf.shape[dim] // rows_per_sample(dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
-
-
-def _with_rows(leaves: Sequence[InputLeaf], dims: Sequence[BatchDim | None]) -> list[int | None]:
-    """Finds the rows per sample of each input with a batch; the smallest input has one. Raises `ArgumentError`."""
-    sizes = {leaf.path: leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
-    batch = min(sizes.values(), default=0)
-    if batch == 0:
-        return [*dims]
-    smallest = next(path for path, size in sizes.items() if size == batch)
-    for path, size in sizes.items():
-        if size % batch:
-            raise ArgumentError(
-                f"in_dims says that {path} holds the batch, but its {size} rows are no whole number for each of the "
-                f"{batch} samples of {smallest}; give each sample as many rows, or None in in_dims for an input "
-                "without a batch"
-            )
-    return [
-        None if dim is None else BatchDim(dim, leaf.shape[dim] // batch) for leaf, dim in zip(leaves, dims, strict=True)
-    ]

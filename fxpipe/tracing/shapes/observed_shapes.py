@@ -30,6 +30,7 @@ from fxpipe.errors import StateError, TraceError
 from fxpipe.tracing.dynamic_sizes import InputDim
 from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node, run_nodes
 from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.fit_formula import SizeFormula, simplest_formula
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
@@ -86,13 +87,9 @@ def observe_shapes(
     """Runs the graph with several numbers of samples, as far as it succeeds, and fits the result of each node.
 
     Args:
-        values: flattened inputs.
         dims: index of an input -> the dimension that may hold the samples.
         groups: indices of inputs, grouped by number of samples.
-        node: the node that is needed; others are fitted if possible.
-
-    Raises:
-        TraceError: the number of samples cannot vary, or no formula fits the result of `node`.
+        node: the node that is needed, or `TraceError` is raised; others are fitted if possible.
     """
     why, out_of_memory = "no input that it depends on has samples that could be varied", None
     if any(isinstance(v, torch.Tensor) and v.is_meta for v in values):
@@ -126,31 +123,26 @@ def observe_shapes(
     raise TraceError(why) from out_of_memory
 
 
-def observe_lengths(
+def fit_lengths(
     traced: Traced,
     values: Sequence[Any],
     dims: Mapping[int, int],
     observation: Observation,
     groups: Sequence[Sequence[InputDim]],
     node: fx.Node,
-) -> list[ObservedValues]:
-    """Runs the graph at other dynamic sizes, as far as it succeeds: first all sizes change, then one group.
+) -> Any:
+    """Returns formulas for the result of a node in the sizes of its inputs (`given_sizes`).
 
-    Args:
-        observation: of `node`, with other numbers of samples.
-        groups: dynamic dimensions, grouped by size.
-
-    Raises:
-        TraceError: the graph does not run at other sizes.
+    Runs the graph at other dynamic sizes, as far as it succeeds: first all sizes change, then one of the `groups` of
+    dimensions with equal sizes. Raises `TraceError` if it does not run at other sizes, or no formula fits.
     """
     inputs = _with_samples(values, dims, observation.varied, observation.samples)
     everywhere = [key for group in groups for key in group]
-    runs: list[ObservedValues] = []
-    why = ""
+    runs, why = list[ObservedValues](), ""
 
-    def run(dims: Sequence[InputDim], factor: int, more: int = 0) -> None:
+    def run(changed: Sequence[InputDim], factor: int, more: int = 0) -> None:
         nonlocal why
-        sizes = {(place, dim): factor * inputs[place].shape[dim] + more for place, dim in dims}
+        sizes = {(place, dim): factor * inputs[place].shape[dim] + more for place, dim in changed}
         try:
             runs.append(observe_graph(traced, resized(inputs, sizes), node))
         except Exception as error:
@@ -163,7 +155,14 @@ def observe_lengths(
         raise TraceError(why)
     for group in groups if len(groups) > 1 else ():
         run(group, 2)
-    return runs
+    runs = [*observation.runs, *runs]
+    operands = [given_sizes(node, one) for one in runs]
+    if len({*map(len, operands)}) > 1:
+        raise TraceError("it returns one structure or another")
+    columns: dict[tuple[int, ...], int] = {}
+    for place, column in enumerate(zip(*operands, strict=True)):
+        columns.setdefault(column, place)
+    return _fit_value([one[node] for one in runs], functools.partial(_fit_to, columns))
 
 
 def resized(values: Sequence[Any], sizes: Mapping[InputDim, int]) -> list[Any]:
@@ -203,7 +202,7 @@ def _is_of_values(
 
     All samples are replaced by each sample in turn, which shows it whenever a size is a sum over samples.
     """
-    observed: list[Any] = []
+    observed: list[list[Any]] = []
     for k in (None, *range(samples_along(values[varied[0]], dims[varied[0]]))):
         samples = list(values)
         for place in varied if k is not None else ():
@@ -211,18 +210,15 @@ def _is_of_values(
             index = k * rows + torch.arange(value.shape[dims[place]], device=value.device) % rows
             samples[place] = value.detach().index_select(dims[place], index).requires_grad_(value.requires_grad)
         try:
-            observed.append(observe_graph(traced, samples, node)[node])
+            leaves = pytree.tree_leaves(observe_graph(traced, samples, node)[node])
         except StateError:  # an opaque node takes another path
             return True
         except Exception:  # the model rejects such samples
             continue
-        if _shapes(observed[-1]) != _shapes(observed[0]):
+        observed.append([leaf.shape if isinstance(leaf, ObservedTensor) else leaf for leaf in leaves])
+        if observed[-1] != observed[0]:
             return True
     return False
-
-
-def _shapes(observed: Any) -> list[Any]:
-    return [seen.shape if isinstance(seen, ObservedTensor) else seen for seen in pytree.tree_leaves(observed)]
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -286,24 +282,15 @@ def _fit_all(numbers: Sequence[int], runs: Sequence[Mapping[fx.Node, Any]], want
     return formulas
 
 
-def fit_lengths(node: fx.Node, sources: Sequence[fx.Node], runs: Sequence[ObservedValues]) -> Any:
-    """Returns formulas for the result of a node in the sizes of `sources`, its inputs. Raises `TraceError`."""
-    operands = [list(given_sizes([run[source] for source in sources])) for run in runs]
-    if len({*map(len, operands)}) > 1:
-        raise TraceError("it returns one structure or another")
-    columns: dict[tuple[int, ...], int] = {}
-    for place, column in enumerate(zip(*operands, strict=True)):
-        columns.setdefault(column, place)
-    return _fit_value([run[node] for run in runs], functools.partial(_fit_to, columns))
-
-
-def given_sizes(values: Sequence[Any]) -> Iterator[Any]:
-    """Yields the sizes of tensors, observed or fake, and numbers."""
-    for leaf in pytree.tree_leaves(values):
+def given_sizes(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Any]:
+    """Returns the sizes of the tensors, observed or fake, and the numbers that a node takes."""
+    sizes: list[Any] = []
+    for leaf in pytree.tree_leaves([values[n] for n in node.all_input_nodes if not info(n).is_guarded_read]):
         if isinstance(leaf, (ObservedTensor, torch.Tensor)):
-            yield from leaf.shape
+            sizes += leaf.shape
         elif isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool):
-            yield leaf
+            sizes.append(leaf)
+    return sizes
 
 
 _Fit = Callable[[Sequence[int]], FittedSize]  # the size in each run -> its formula

@@ -1,20 +1,29 @@
-"""Determines how to combine the outputs of micro-batches: along a dimension of samples, by a sum, by a mean."""
+"""Determines how to combine the outputs of micro-batches: along a dimension of samples, by a sum, by a mean.
+
+Some values of the mini-batch depend on inputs only, and are computed before a step and without gradients: pieces of
+outputs (counts of labels, masks), and the *head*: values that samples share and forward uses (a scale of all series).
+Micro-batches receive the head as further inputs, whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from fxpipe.errors import ArgumentError
-from fxpipe.tracing.node_info import info
+from fxpipe.tracing.fake_tensors import fake_if_active
+from fxpipe.tracing.guards import input_program
+from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
+from fxpipe.tracing.node_info import NodeInfo, info, set_info
 from fxpipe.tracing.record.unrecordable import CannotRecord
-from fxpipe.tracing.shapes.batch_reductions import Joins, ReductionWalk, UnknownReductionError
+from fxpipe.tracing.shapes.batch_reductions import Joins, ReductionWalk, UnknownReductionError, dependencies_of
 from fxpipe.tracing.shapes.input_dims import batch_sizes
-from fxpipe.tracing.traced import CALL_OPS, Traced, runs_python
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
 from fxpipe.utils.output_combination import OutputCombination
 from fxpipe.utils.pytree import UNNAMED, StructureError, broadcast_prefix
 
@@ -86,24 +95,6 @@ def with_out_dims(traced: Traced, out_dims: Any, joins: Mapping[fx.Node, Joins] 
     )
 
 
-def without_tail(traced: Traced) -> Traced:
-    """Returns the graph of the stages, without the nodes that run once for the mini-batch."""
-    joint = {one.output for one in traced.combinations if one.is_joint}
-    output = traced.graph.output_node()
-    outputs = tuple(None if place in joint else leaf for place, leaf in enumerate(traced.outputs))
-    kept = [n for n in traced.graph.nodes if n not in traced.tail]
-    memory = frozenset[int]().union(*(info(n).storages for n in kept))
-    requires_grad = {} if traced.effects is None else traced.effects.requires_grad
-    combinations = tuple(
-        replace(one, requires_grad=requires_grad.get(traced.outputs[one.output], True)) for one in traced.combinations
-    )
-    output.args = ((outputs, *output.args[0][1:]),)  # type: ignore[index,misc]
-    for node in reversed(traced.nodes):
-        if node in traced.tail and not node.users and memory.isdisjoint(info(node).written_storages):
-            traced.graph.erase_node(node)
-    return replace(traced, combinations=combinations, tail=frozenset())
-
-
 def read_by_python_only(traced: Traced) -> frozenset[int]:
     """Returns the inputs of a recording that only modules kept whole read: forward itself uses no size of them."""
     asked = {o for read in traced.size_reads for o in read.operands} | {read.tensor for read in traced.layout_reads}
@@ -130,10 +121,7 @@ def of_any_sizes(traced: Traced, places: Collection[int]) -> frozenset[int]:
 def left_dims(traced: Traced) -> dict[str, int | str]:
     """Returns the dimension of the samples for attributes that forward sets and never reads.
 
-    Tensors that require grad are part of the caller's graph afterwards, so they must be combined like outputs.
-
-    Raises:
-        CannotRecord: an attribute cannot be combined.
+    Tensors that require grad are part of the caller's graph afterwards: raises `CannotRecord` if they do not combine.
     """
     read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     dependent = batch_dependent_nodes(traced)
@@ -209,3 +197,103 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -
         "all), 'mean', 'sum' or 'stack'; or, if samples act on each other, let the model return the values of single "
         "samples and compute the rest of them outside, or keep the mini-batch whole (chunks=1)"
     )
+
+
+# -- values of inputs ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputValues:
+    """The program that computes values from inputs."""
+
+    traced: Traced
+    device: torch.device
+    program: tuple[fx.Node, ...]
+    results: Mapping[int, fx.Node]  # by place: of a piece, among the results of micro-batches; of a further input
+
+    @classmethod
+    def of(cls, traced: Traced, results: Mapping[int, fx.Node], device: torch.device) -> InputValues:
+        used = {node for result in results.values() for node in dependencies_of(result)}
+        program, copies = input_program(traced.graph.nodes, used, _is_size, device)
+        return cls(traced, device, program, {place: copies[node] for place, node in results.items()})
+
+    @classmethod
+    def of_pieces(cls, traced: Traced, device: torch.device) -> InputValues:
+        ways = [
+            (place, known) for one in traced.combinations for place, known in zip(one.pieces, one.is_known, strict=True)
+        ]
+        return cls.of(traced, {place: traced.handed_out[place] for place, is_known in ways if is_known}, device)
+
+    def on(self, device: torch.device) -> InputValues:
+        program, copies = input_program(self.program, self.program, _is_size, device)
+        return replace(self, device=device, program=program, results={p: copies[n] for p, n in self.results.items()})
+
+    def __call__(self, leaves: Sequence[Any], batch: int) -> dict[int, Any]:
+        sizes = {**dict(self.traced.dynamic.lengths_of(leaves) or ()), self.traced.batch: batch}
+
+        def placeholder(node: fx.Node) -> Any:
+            number = info(node).number
+            if number is not None:
+                return int(number.subs(sizes))
+            return leaves[self.traced.place_of(node)].detach().to(self.device)
+
+        def attribute(node: fx.Node) -> torch.Tensor:
+            return fake_if_active(attribute_tensor(self.traced, node)).detach().to(self.device)
+
+        values: NodeValues = {}
+        for _ in run_nodes(self.program, values, placeholder, attribute, run_node_without_grad):
+            pass
+        return {place: values[node] for place, node in self.results.items()}
+
+
+def _is_size(node: fx.Node) -> bool:
+    return info(node).number is not None and not info(node).is_float_number
+
+
+def shared_values(traced: Traced) -> frozenset[fx.Node]:
+    """Returns the nodes whose values depend on inputs only, and on no single sample: candidates for the head."""
+    dependent = batch_dependent_nodes(traced)
+    walk, known = ReductionWalk(traced, dependent), set[fx.Node]()
+    for node in traced.graph.nodes:
+        is_trained = node.op == "placeholder" and traced.leaves[traced.place_of(node)].requires_grad
+        is_size = info(node).number is not None
+        if not is_trained and walk.is_of_inputs(node) and (is_size or known.issuperset(node.all_input_nodes)):
+            known.add(node)
+    kept = set[fx.Node]().union(*map(dependencies_of, traced.assigned.values()))
+    sizes = {n: [size for shape in info(n).shapes for size in shape.shape] for n in (known & dependent) - kept}
+    return frozenset(
+        n
+        for n, of in sizes.items()
+        if n.op in CALL_OPS and info(n).number is None and len(info(n).shapes) == 1
+        if not any(size.free_symbols for size in of)
+    )
+
+
+def graph_of_stages(traced: Traced) -> Traced:
+    """Returns the graph without nodes that run once for the mini-batch; values that samples share become inputs."""
+    joint = {one.output for one in traced.combinations if one.is_joint}
+    output = traced.graph.output_node()
+    outputs = tuple(None if place in joint else leaf for place, leaf in enumerate(traced.outputs))
+    kept = [n for n in traced.graph.nodes if n not in traced.tail]
+    memory = frozenset[int]().union(*(info(n).storages for n in kept))
+    requires_grad = {} if traced.effects is None else traced.effects.requires_grad
+    combinations = tuple(
+        replace(one, requires_grad=requires_grad.get(traced.outputs[one.output], True)) for one in traced.combinations
+    )
+    output.args = ((outputs, *output.args[0][1:]),)  # type: ignore[index,misc]
+    for node in reversed(traced.nodes):
+        if node in traced.tail and not node.users and memory.isdisjoint(info(node).written_storages):
+            traced.graph.erase_node(node)
+    head = [n for n in traced.graph.nodes if n in traced.shared and not traced.shared.issuperset(n.users)]
+    places = dict(enumerate(head, len(traced.leaves)))
+    values = InputValues.of(traced, places, torch.device("cpu")) if head else None
+    for place, node in places.items():
+        first = next(n for n in traced.graph.nodes if n.op != "placeholder")
+        with traced.graph.inserting_before(first):
+            new = traced.graph.placeholder(f"in_{place}")
+        set_info(new, NodeInfo(known_shapes=info(node).known_shapes, dynamic_shapes=info(node).dynamic_shapes))
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in traced.shared)
+    for node in reversed(traced.nodes):
+        if node in traced.shared and not node.users:
+            traced.graph.erase_node(node)
+    return replace(traced, combinations=combinations, tail=frozenset(), head=values, shared=frozenset())

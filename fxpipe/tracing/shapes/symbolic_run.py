@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -40,13 +40,11 @@ from fxpipe.tracing.node_arguments import named_arguments
 from fxpipe.tracing.node_info import info, opaque_call_of, state_of, value_read_of
 from fxpipe.tracing.record.recorded_sizes import LayoutRead
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
-from fxpipe.tracing.shapes.batch_reductions import dependencies_of
 from fxpipe.tracing.shapes.observed_shapes import (
     Observation,
     fake_value,
     fit_lengths,
     given_sizes,
-    observe_lengths,
     observe_shapes,
 )
 from fxpipe.tracing.tensors import tensors_in
@@ -66,17 +64,13 @@ def run_on_symbols(
     single: bool,
     dynamic: Collection[InputDim],
 ) -> SymbolicRun:
-    """Runs `traced`, recorded on `values`.
+    """Runs `traced`, recorded on `values`. Raises `FixedSizeError` or `TraceError` if shapes cannot be determined.
 
     Args:
         asked: for each input leaf the dimension that may hold the batch.
         sure: the user gave the dimensions, and all are candidates. Otherwise only dimensions of size 1 are (if
             `single`), or only dimensions of other sizes.
         dynamic: dimensions besides the batch whose sizes are symbols, too.
-
-    Raises:
-        FixedSizeError: a dynamic size affects a node whose shape can only be observed.
-        TraceError: the shape of a node cannot be determined for other batch sizes.
     """
     dims = {
         place: dim
@@ -91,13 +85,11 @@ def run_on_symbols(
             return run
         except ChangedInPlaceError:
             is_shared = False
-        except _RetryError:
-            continue
-        except _UnknownShapeError as unknown:
-            unknown.observe()
+        except _RetryError as retry:
+            retry.observe()
 
 
-@dataclass(slots=True)
+@dataclass
 class _Knowledge:
     """Facts that an attempt passes to later attempts."""
 
@@ -110,6 +102,11 @@ class _Knowledge:
     observed: list[Observation] = field(default_factory=list)
     lengths: dict[fx.Node, Any] = field(default_factory=dict)  # formulas for the results of nodes in dynamic sizes
 
+    def __post_init__(self) -> None:
+        self.inputs = {n: frozenset([place]) for place, n in self.traced.placeholders.items()}  # indices of leaves
+        for n in self.traced.graph.nodes:
+            self.inputs.setdefault(n, frozenset().union(*(self.inputs[a] for a in n.all_input_nodes)))
+
     def distrust(self, node: fx.Node, why: Exception) -> None:
         """Marks a node, and all calls of the same user function, as unknown to fake tensors."""
         same = function_key(node.target)
@@ -119,60 +116,42 @@ class _Knowledge:
         self.unknown_nodes[node] = why
 
 
-class _UnknownShapeError(Exception):
-    """Fake tensors do not show the result of a node. `observe`: runs the graph on real tensors, to observe it."""
+class _RetryError(Exception):
+    """Attempt again: a failed call left guards, or after `observe`, which runs nodes unknown to fake tensors."""
 
-    def __init__(self, observe: Callable[[], None]):
+    def __init__(self, observe: Callable[[], None] = lambda: None):
         super().__init__()
         self.observe = observe
 
 
-class _RetryError(Exception):
-    """A failed call left guards, which must not stay: attempt again without that call."""
-
-
 class _BakesSizeError(Exception):
-    """A function took a size as a number, as `max_pool1d` and a GRU do. A real run may show more.
-
-    For a user function and the batch size it may be valid, since its Python runs again for each size.
-    """
+    """A function took a size as a number, as `max_pool1d`, a GRU or a user's Python do. A real run may show more."""
 
 
+@dataclass
 class SymbolicRun:
-    """A run of the graph on symbols, and its results.
+    """A run of the graph on symbols, and its results."""
 
-    Attributes:
-        symbols: index of an input leaf -> the symbol of its batch dimension.
-        dynamic: the symbol for the size of each dynamic dimension.
-        node_values: the value of every node; equal values are one object.
-        fixed_by: the node that gave a symbol a fixed size.
-        layouts: questions of forward about tensors, with the answers of fake tensors.
-        observed_dims: dynamic dimensions that affect nodes whose shapes were only observed.
-    """
+    traced: Traced
+    values: Sequence[Any]
+    dims: dict[int, int]
+    asked_dynamic: Collection[InputDim]
+    known: _Knowledge
+    cache: NodeCache | None
+    node_values: dict[fx.Node, Any] = field(default_factory=dict)  # equal values are one object
+    inputs: dict[int, Any] = field(default_factory=dict)  # index of an input leaf -> the size of its batch dimension
+    symbols: dict[int, sympy.Symbol] = field(default_factory=dict)  # index -> the symbol of its batch dimension
+    dynamic: dict[InputDim, sympy.Symbol] = field(default_factory=dict)
+    fixed_by: dict[sympy.Symbol, fx.Node] = field(default_factory=dict)  # the node that gave a symbol a fixed size
+    guards: list[SizeCondition] = field(default_factory=list)  # in torch's symbols
+    layouts: list[tuple[LayoutRead, Any]] = field(default_factory=list)  # with the answers of fake tensors
+    observed_dims: set[InputDim] = field(default_factory=set)  # that affect nodes whose shapes were only observed
+    start: float = field(default_factory=time.thread_time)
 
-    def __init__(
-        self,
-        traced: Traced,
-        values: Sequence[Any],
-        dims: dict[int, int],
-        dynamic: Collection[InputDim],
-        known: _Knowledge,
-        cache: NodeCache | None,
-    ):
-        self.traced, self.values, self.dims, self.known, self.cache = traced, values, dims, known, cache
-        self.asked_dynamic = dynamic
-        self.dynamic: dict[InputDim, sympy.Symbol] = {}
-        self.guards: list[SizeCondition] = []  # in torch's symbols
-        self.observed_dims: set[InputDim] = set()
-        self.start = time.thread_time()
+    def __post_init__(self) -> None:
         self.env = QuietShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # torch never removes symbols from it, and `cache` does the same
-        self.node_values: dict[fx.Node, Any] = {}
-        self.inputs: dict[int, Any] = {}  # index -> the symbolic size of its batch dimension
-        self.symbols: dict[int, sympy.Symbol] = {}
-        self.fixed_by: dict[sympy.Symbol, fx.Node] = {}
-        self.layouts: list[tuple[LayoutRead, Any]] = []
 
     @property
     def batch_symbols(self) -> set[sympy.Symbol]:
@@ -227,14 +206,14 @@ class SymbolicRun:
     def _attribute(self, tensor: torch.Tensor) -> Any:
         if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
             tensor = tensor.as_subclass(torch.Tensor)  # fake tensors of subclasses are not supported
-        key = tensor_key(tensor) if self.cache is not None else None
-        if self.cache is None or key is None:
-            return self.mode.from_tensor(tensor.detach(), static_shapes=True)
-        fake = self.cache.known(key)
-        if fake is None:
-            fake = self.mode.from_tensor(tensor.detach(), static_shapes=True)
-            self.cache.values[key] = fake
-        return fake
+        known: dict[Hashable, Any] = {} if self.cache is None else self.cache.values
+        key: Hashable = id(tensor)
+        if tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            sizes = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+            key = tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg(), sizes
+        if key not in known:
+            known[key] = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        return known[key]
 
     def _call(self, node: fx.Node) -> Any:
         if node in self.known.unknown_nodes or info(node).opaque is not None:
@@ -261,13 +240,10 @@ class SymbolicRun:
             return self._seen(node)
         self._keep_guards(before[1], info(node).source, is_of_torch=True)
         fixed = self._note_fixed(node) if len(self.env.replacements) != before[0] else []
-        if fixed and node not in self.known.baked:
-            if _is_user_function(node):
-                self.known.distrust(node, _BakesSizeError())
-                raise _RetryError
-            if not {*self.dynamic.values()}.isdisjoint(fixed):
-                self.known.unknown_nodes[node] = _BakesSizeError()
-                raise _RetryError
+        may_bake = _is_user_function(node) or not {*self.dynamic.values()}.isdisjoint(fixed)
+        if fixed and may_bake and node not in self.known.baked:
+            self.known.distrust(node, _BakesSizeError())
+            raise _RetryError
         if not {*self.symbols.values()}.isdisjoint(fixed) and self._may_fix(node):
             self.known.fixing[node] = None
             self.known.unknown_nodes[node] = _BakesSizeError()
@@ -312,10 +288,7 @@ class SymbolicRun:
     # -- values that fake tensors do not show -------------------------------------------------------------------------
 
     def _seen(self, node: fx.Node) -> Any:
-        """Returns the result of a node as observed in real runs, as a function of its input sizes if these are dynamic.
-
-        Raises `FixedSizeError` if values may affect it, too.
-        """
+        """Returns the result of a node as observed in real runs. Raises `FixedSizeError` if it depends on values."""
         groups = [] if self.known.fixing else self._groups(node)
         candidates = {place for group in groups for place in group}
         # Each of the candidates was varied, or found to be fixed.
@@ -323,7 +296,7 @@ class SymbolicRun:
         if (observation := next(known, None)) is None:
             is_asked = isinstance(self.known.unknown_nodes.get(node), GuardOnDataDependentSymNode)  # `t[:n]`
             is_of_values = is_asked or self._is_of_values(node)  # does a size depend on the values of tensors?
-            raise _UnknownShapeError(functools.partial(self._observe, node, groups, is_of_values))
+            raise _RetryError(functools.partial(self._observe, node, groups, is_of_values))
         for place in observation.fixed & candidates:
             int(self.inputs[place])  # fixes the symbol
         self._note_fixed(node)
@@ -333,16 +306,15 @@ class SymbolicRun:
             return fake_value(observation.node_values[node], self.inputs[varied[0]] if varied else 0)
         if node in self.known.value_dependent_nodes or self._is_of_values(node):
             raise FixedSizeError(f"the sizes of {node.name} ({info(node).source}) depend on values", dims)
-        sources = [source for source in node.all_input_nodes if not info(source).is_guarded_read]
         if node not in self.known.lengths:
             by_size: dict[sympy.Expr, list[InputDim]] = {}
             for key, symbol in self.dynamic.items():
                 if (size := self.env.replace(symbol)).free_symbols:
                     by_size.setdefault(size, []).append(key)
-            observe = functools.partial(self._observe_lengths, node, sources, observation, [*by_size.values()])
-            raise _UnknownShapeError(observe)
+            observe = functools.partial(self._observe_lengths, node, observation, [*by_size.values()])
+            raise _RetryError(observe)
         self.observed_dims |= dims
-        return fake_value(self.known.lengths[node], [*given_sizes([self.node_values[source] for source in sources])])
+        return fake_value(self.known.lengths[node], given_sizes(node, self.node_values))
 
     def _observe(self, node: fx.Node, groups: list[list[int]], is_of_values: bool) -> None:
         """Observes a node with other numbers of samples. `groups`: inputs whose samples may vary, by symbol."""
@@ -373,13 +345,11 @@ class SymbolicRun:
             calls = {path: calls_before_effects(self.traced.graph, path, info(node).recorded_at.calls)}
             raise CannotRecord(text, frozenset({path} - {""}), calls=calls) from cause
 
-    def _observe_lengths(
-        self, node: fx.Node, sources: list[fx.Node], observation: Observation, groups: list[list[InputDim]]
-    ) -> None:
+    def _observe_lengths(self, node: fx.Node, observation: Observation, groups: list[list[InputDim]]) -> None:
         """Observes a node at other dynamic sizes. `groups`: dynamic dimensions, by size. Raises `FixedSizeError`."""
         try:
-            runs = observe_lengths(self.traced, self.values, self.dims, observation, groups, node)
-            self.known.lengths[node] = fit_lengths(node, sources, [*observation.runs, *runs])
+            lengths = fit_lengths(self.traced, self.values, self.dims, observation, groups, node)
+            self.known.lengths[node] = lengths
         except TraceError as error:
             if isinstance(self.known.unknown_nodes.get(node), _BakesSizeError) and not _is_user_function(node):
                 del self.known.unknown_nodes[node]
@@ -415,14 +385,12 @@ class SymbolicRun:
     def _groups(self, node: fx.Node) -> list[list[int]]:
         """Returns the inputs whose samples may vary for a node, grouped by symbol, and others of these symbols."""
         sizes = {place: self.env.replace(symbol) for place, symbol in self.symbols.items()}
-        sources = dependencies_of(node)
-        groups: dict[Any, list[int]] = {
-            sizes[place]: [] for place, n in self.traced.placeholders.items() if place in sizes and n in sources
-        }
+        of_node = {sizes[place] for place in self.known.inputs[node] if place in sizes}
+        groups: dict[Any, list[int]] = {}
         for place, size in sorted(sizes.items()):
-            if size in groups and size.free_symbols:
-                groups[size].append(place)
-        return [group for group in groups.values() if group]
+            if size in of_node and size.free_symbols:
+                groups.setdefault(size, []).append(place)
+        return [*groups.values()]
 
 
 def _is_user_function(node: fx.Node) -> bool:
@@ -437,12 +405,14 @@ class ChangedInPlaceError(Exception):
     """A function has changed the sizes or strides of its argument, which may represent several values."""
 
 
-class NodeCache:
-    """A cache of calls with equal results: a model of many equal blocks computes a shape once, not once for each block.
+class _Number(NamedTuple):
+    of_value: int
 
-    A function on fake tensors with symbolic sizes takes milliseconds. The result depends on the function, its
-    constants, the thread state, and the metadata of the fake tensors among its arguments (sizes, strides, dtype). So
-    each value gets a *number*, equal for values with equal metadata, and a known call returns the same object again.
+
+class NodeCache:
+    """A cache of calls with equal results: a call takes milliseconds, and models have many equal blocks.
+
+    Each value gets a *number*, equal for values with equal metadata, and a known call returns the same object again.
     The graph runs without the cache if a function changes its argument (`unsqueeze_`, `resize_`). The cache refers to
     values by id, so all of them must outlive it.
     """
@@ -461,40 +431,19 @@ class NodeCache:
     def known(self, key: Hashable) -> Any:
         return self.values.get(key)
 
-    def key(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable | None:
-        """Returns the key of a call; None if it cannot be cached."""
-        key = (
-            node.op,
-            function_key(node.target),
-            self._frozen(node.args, values),
-            self._frozen(node.kwargs, values),
-            state_of(node),
-        )
-        try:
-            hash(key)
-        except TypeError:
-            return None
-        return key
+    def key(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable:
+        """Returns the key of a call."""
+        arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Number(self.number(values[n])))
+        return node.op, function_key(node.target), _value_key(arguments), state_of(node)
 
-    def keep(self, node: fx.Node, key: Hashable | None, value: Any, values: Mapping[fx.Node, Any]) -> None:
+    def keep(self, node: fx.Node, key: Hashable, value: Any, values: Mapping[fx.Node, Any]) -> None:
         """Stores the result of a call. Raises `ChangedInPlaceError` if the call has changed its arguments as well."""
         arguments = [values[n] for n in node.all_input_nodes]
         if any(self._numbers.get(_value_key(a)) != self.number(a) for a in arguments):
             raise ChangedInPlaceError
         # A size that depends on values differs in each call.
-        if key is not None and not (_unbacked_sizes(value) - _unbacked_sizes(arguments)):
+        if not (_unbacked_sizes(value) - _unbacked_sizes(arguments)):
             self.values[key] = value
-
-    def _frozen(self, argument: Any, values: Mapping[fx.Node, Any]) -> Hashable:
-        if isinstance(argument, fx.Node):
-            return fx.Node, self.number(values[argument])
-        if isinstance(argument, (tuple, list)):
-            return type(argument), tuple(self._frozen(item, values) for item in argument)
-        if isinstance(argument, dict):
-            return dict, tuple((key, self._frozen(item, values)) for key, item in argument.items())
-        if isinstance(argument, slice):
-            return slice, tuple(self._frozen(a, values) for a in (argument.start, argument.stop, argument.step))
-        return type(argument), argument  # with its type: 1, 1.0 and True are equal
 
 
 def function_key(target: Any) -> Hashable:
@@ -504,16 +453,8 @@ def function_key(target: Any) -> Hashable:
     return target  # type: ignore[no-any-return]
 
 
-def tensor_key(tensor: torch.Tensor) -> Hashable | None:
-    """Returns the metadata of a tensor of the model; None for a tensor of a special kind."""
-    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        return None
-    sizes = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-    return torch.Tensor, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg(), sizes
-
-
 def _value_key(value: Any) -> Hashable:
-    """Returns the metadata of a fake value; the id for other types."""
+    """Returns the metadata of a fake value, or a constant with its type (1, 1.0 and True are equal), or else the id."""
     if type(value) is FakeTensor and value.layout == torch.strided and value.constant is None:
         sizes = tuple(map(_value_key, (value.storage_offset(), *value.shape, *value.stride())))
         return FakeTensor, value.dtype, value.device, value.is_conj(), value.is_neg(), sizes
@@ -521,6 +462,10 @@ def _value_key(value: Any) -> Hashable:
         return type(value), first_expression(value)  # stays the same when symbols are unified
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(_value_key, value))
+    if isinstance(value, dict):
+        return dict, tuple((key, _value_key(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return slice, tuple(map(_value_key, (value.start, value.stop, value.step)))
     if type(value) in _PLAIN:
         return type(value), value
     return id(value)

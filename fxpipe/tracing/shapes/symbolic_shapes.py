@@ -74,53 +74,40 @@ def add_shapes(
     sizes = batch_sizes(traced.leaves, asked)
     if 0 in sizes:
         raise ArgumentError("the inputs hold no samples (size 0 in the batch dimension); give at least one")
-    traced, run = _run_with_dynamic_sizes(traced, values, asked, sure, dynamic, () if sure else lengths)
-    full_formula = _formula_of(_own_symbols(traced, run, dynamic), run)
+    traced, run, formula = _run_with_dynamic_sizes(traced, values, asked, sure, dynamic, () if sure else lengths)
     example = {symbol: sympy.Integer(size) for symbol, size in traced.dynamic.example}
-
-    def formula(value: Any) -> sympy.Expr:
-        return full_formula(value).xreplace(example) if example else full_formula(value)
-
-    # By id, since equal values are one object.
+    # With recorded sizes, and with symbols if these differ. By id, since equal values are one object.
     shapes: dict[int, tuple[tuple[TensorShape, ...], tuple[TensorShape, ...] | None]] = {}
     for node, value in run.node_values.items():
         if id(value) not in shapes:
-            full = _shapes_of(value, full_formula)
-            is_dynamic = any(example.keys() & size.free_symbols for shape in full for size in shape.shape)
-            shapes[id(value)] = (_shapes_of(value, formula), full) if is_dynamic else (full, None)
-        known = info(node)
-        number, is_data_dependent = known.number, known.is_data_dependent
-        dynamic_number = None
-        # A number read from a value is not a size: each step reads it again and compares.
+            full = tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors_in(value))
+            fixed = tuple(TensorShape(tuple(s.xreplace(example) for s in one.shape), one.dtype) for one in full)
+            shapes[id(value)] = fixed, full if full != fixed else None
         is_float = isinstance(value, (float, torch.SymFloat)) and node.target in SIZE_FUNCTIONS
         is_number = is_float or (isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool))
-        if is_number and not known.is_compared_read:
-            number, dynamic_number = formula(value), full_formula(value)
-            dynamic_number = dynamic_number if example.keys() & dynamic_number.free_symbols else None
+        known_shapes, dynamic_shapes = shapes[id(value)]
+        update_info(node, known_shapes=known_shapes, dynamic_shapes=dynamic_shapes, is_float_number=is_float)
+        # A number read from a value is not a size: each step reads it again and compares.
+        if is_number and not info(node).is_compared_read:
+            full_number = formula(value)
+            number = full_number.xreplace(example)
             sources = [source for source in node.all_input_nodes if info(source).is_data_dependent]
             is_data_dependent = bool(number.free_symbols - {traced.batch} or sources)
+            dynamic_number = None if number == full_number else full_number
+            update_info(node, number=number, dynamic_number=dynamic_number, is_data_dependent=is_data_dependent)
         elif not run.known.value_dependent_nodes.isdisjoint((node, container_of(node))):
-            is_data_dependent = True
-        known_shapes, dynamic_shapes = shapes[id(value)]
-        update_info(
-            node,
-            known_shapes=known_shapes,
-            dynamic_shapes=dynamic_shapes,
-            number=number,
-            dynamic_number=dynamic_number,
-            is_float_number=is_float,
-            is_data_dependent=is_data_dependent,
-        )
+            update_info(node, is_data_dependent=True)
     of_values: list[SizeRead] = []
     conditions: list[SizeCondition] = []
     not_followed = ""
     for read in traced.size_reads:
-        operands = _operands(run, formula, read)
+        full_operands = _operands(run, formula, read)
+        operands = [size.xreplace(example) for size in full_operands]
         is_of_node = any(isinstance(o, fx.Node) and info(o).is_data_dependent for o in read.operands)
         if is_of_node or any(number.free_symbols - {traced.batch} for number in operands):
             of_values.append(read)
         # A condition on dynamic sizes as well as on the batch size belongs to `traced.dynamic`.
-        elif example.keys().isdisjoint(_symbols_in(_operands(run, full_formula, read))) and _symbols_in(operands):
+        elif operands == full_operands and _symbols_in(operands):
             if condition := batch_condition(traced, read, operands):
                 conditions.append(condition)
             not_followed = not_followed or (read.where if read.function in NOT_FOLLOWED else "")
@@ -128,8 +115,7 @@ def add_shapes(
         unknown = f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
         where = next((info(node).source for node in run.known.fixing), unknown)
         conditions.append(SizeCondition(sympy.Eq(traced.batch, traced.batch_of(values)), where))
-    layouts = _layout_conditions(run, full_formula)
-    conditions += [c for c in layouts if c.condition.free_symbols == {traced.batch}]
+    conditions += [c for c in _layout_conditions(run, formula) if c.condition.free_symbols == {traced.batch}]
     for read in of_values:
         add_size_read(traced, read)
     if traced.recorded_sizes:
@@ -150,10 +136,6 @@ def add_shapes(
     return traced
 
 
-def _shapes_of(value: Any, formula: Callable[[Any], sympy.Expr]) -> tuple[TensorShape, ...]:
-    return tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors_in(value))
-
-
 # -- dynamic sizes ---------------------------------------------------------------------------------------------------
 
 
@@ -164,8 +146,8 @@ def _run_with_dynamic_sizes(
     sure: bool,
     dynamic: Mapping[InputDim, str],
     lengths: Collection[InputDim],
-) -> tuple[Traced, SymbolicRun]:
-    """Runs the graph on symbols; finds `in_dims` and the dimensions that can be dynamic.
+) -> tuple[Traced, SymbolicRun, Callable[[Any], sympy.Expr]]:
+    """Runs the graph on symbols; finds `in_dims`, the dimensions that can be dynamic, and the formula of any size.
 
     A dimension in `dynamic` that may hold the samples is first tried as batch, unless another has the same name.
     """
@@ -197,31 +179,28 @@ def _run_with_dynamic_sizes(
                 of_samples -= others
                 lengths |= others
                 continue
-            symbols = _own_symbols(traced, run, dynamic)
-            return replace(with_batch, dynamic=_dynamic_sizes(with_batch, run, values, symbols, reasons)), run
+            formula = _formula_of(traced, run, dynamic)
+            sizes_found = _dynamic_sizes(with_batch, run, values, formula, reasons)
+            return replace(with_batch, dynamic=sizes_found), run, formula
         except FixedSizeError as error:
             reasons |= dict.fromkeys(error.dims or wanted, str(error))
 
 
-def _formula_of(names: Mapping[Any, sympy.Symbol], run: SymbolicRun) -> Callable[[Any], sympy.Expr]:
-    """Returns the function from a size to its formula in the batch size and the dynamic sizes."""
-
-    def formula(value: Any) -> sympy.Expr:
-        if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            return run.env.replace(value.node.expr).xreplace(names)
-        return sympy.Float(value) if isinstance(value, float) else sympy.Integer(int(value))
-
-    return formula
-
-
-def _own_symbols(traced: Traced, run: SymbolicRun, asked: Mapping[InputDim, str]) -> dict[Any, sympy.Symbol]:
-    """Maps torch's symbols to ours: the batch symbol, and symbols named as in `asked` for dynamic sizes."""
-    names = dict.fromkeys(run.batch_symbols, traced.batch)
+def _formula_of(traced: Traced, run: SymbolicRun, asked: Mapping[InputDim, str]) -> Callable[[Any], sympy.Expr]:
+    """Returns the function from a size to its formula in the batch size and in dynamic sizes, named as in `asked`."""
+    names = dict.fromkeys(run.batch_symbols, traced.batch)  # torch's symbols -> ours
     for dim, name in asked.items():
         size = run.env.replace(run.dynamic[dim]) if dim in run.dynamic else None
         if size is not None and size.is_Symbol and size not in names:
             names[size] = sympy.Symbol(name, integer=True, positive=True)
-    return names
+
+    def formula(value: Any) -> sympy.Expr:
+        value = value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+        if isinstance(value, sympy.Basic):
+            return run.env.replace(value).xreplace(names)
+        return sympy.Float(value) if isinstance(value, float) else sympy.Integer(int(value))
+
+    return formula
 
 
 def _dynamic_symbols(run: SymbolicRun) -> dict[sympy.Symbol, InputDim]:
@@ -250,17 +229,16 @@ def _dynamic_sizes(
     traced: Traced,
     run: SymbolicRun,
     values: Sequence[Any],
-    names: Mapping[Any, sympy.Symbol],
+    formula: Callable[[Any], sympy.Expr],
     reasons: Mapping[InputDim, str],
 ) -> DynamicSizes:
     """Returns the dynamic sizes of a graph, with all conditions on them. Raises `FixedSizeError`."""
     free = _dynamic_symbols(run)
     if not free:
         return replace(FIXED_SIZES, fixed=dict(reasons))
-    formula = _formula_of(names, run)
     symbols: dict[sympy.Symbol, InputDim] = {}
     for symbol, key in free.items():
-        symbols.setdefault(names[symbol], key)  # sizes with one name are equal
+        symbols.setdefault(formula(symbol), key)  # sizes with one name are equal
     conditions = [SizeCondition(s >= 2, "torch, for which 0 and 1 are sizes of their own") for s in symbols]
     for read in traced.size_reads:
         is_of_values = any(isinstance(o, fx.Node) and o in run.known.value_dependent_nodes for o in read.operands)
@@ -275,10 +253,10 @@ def _dynamic_sizes(
     _refuse_other_layouts(run, formula, symbols)
     conditions += [c for c in _layout_conditions(run, formula) if c.condition.free_symbols & symbols.keys()]
     for guard in run.guards:
-        expression = run.env.replace(guard.condition).xreplace(names)
+        expression = formula(guard.condition)
         if expression.free_symbols & symbols.keys():
             conditions.append(replace(guard, condition=expression))
-    formulas = {key: run.env.replace(symbol).xreplace(names) for key, symbol in run.dynamic.items()}
+    formulas = {key: formula(symbol) for key, symbol in run.dynamic.items()}
     example = tuple((s, values[place].shape[dim]) for s, (place, dim) in symbols.items())
     different = {condition.condition: condition for condition in reversed(conditions)}
     different.pop(sympy.true, None)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch import fx
 from fxpipe._torch.autograd import version_of
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
 from fxpipe._torch.tensor_data import StorageNumbers
-from fxpipe.errors import ArgumentError
+from fxpipe.errors import ArgumentError, InternalError
 from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, copy_as_leaf, run_node, run_nodes, writable_copy
@@ -349,3 +349,51 @@ def _memory_extent(tensor: torch.Tensor) -> tuple[int, int, int]:
     start = int(tensor.storage_offset())
     stop = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return storage_of(tensor), start * tensor.itemsize, stop * tensor.itemsize
+
+
+# -- invariants of a graph, which every pass may rely on and must preserve -------------------------------------------
+
+_SHOWN_FAULTS = 8
+
+
+def check_invariants(traced: Traced) -> None:
+    """Raises `InternalError`, with the names of the nodes, if a pass broke an invariant."""
+    faults = list(itertools.islice(find_faults(traced), _SHOWN_FAULTS + 1))
+    if faults:
+        lines = [*faults[:_SHOWN_FAULTS], *(["..."] if len(faults) > _SHOWN_FAULTS else [])]
+        raise InternalError(
+            f"the graph of {type(traced.model).__name__} is broken, which is a bug of fxpipe; please report it:\n"
+            + "\n".join(f"- {line}" for line in lines)
+        )
+
+
+def find_faults(traced: Traced) -> Iterator[str]:
+    """Yields descriptions of broken invariants whose loss would go unnoticed. Others raise where a graph runs."""
+    if traced.in_dims:
+        for node in traced.nodes:
+            if info(node).known_shapes is None and not info(node).is_guarded_read:
+                yield f"{node.name} has no shapes"
+        combined = [p for p, dim in enumerate(traced.out_dims) if dim == "combined"]
+        outputs = [one.output for one in traced.combinations]
+        if combined != outputs:
+            yield f"the outputs {combined} are combined, and there are combinations for {outputs}"
+        pieces = dict(enumerate(traced.piece_dims, len(traced.outputs)))
+        for one in traced.combinations:
+            if [pieces.get(place, "missing") for place in one.pieces] != [*one.reductions]:
+                yield f"{one.where} is combined of {one.pieces} by {one.reductions}, and the pieces are {pieces}"
+    if (effects := traced.effects) is None:
+        return
+    if effects.nodes != traced.nodes or len(effects.written_classes) != len(effects.nodes):
+        yield "the effects are those of other nodes, or of nodes in another order"
+        return
+    for node in traced.graph.nodes:
+        after = [user.name for user in node.users if effects.place.get(user, -1) > effects.last.get(node, -1)]
+        if after:
+            yield f"{node.name} is used by {after[0]} behind the place of its last user"
+    known = {*effects.alias.values()}
+    for node, written in zip(effects.nodes, effects.written_classes, strict=True):
+        if not written <= known:
+            yield f"{node.name} changes the alias classes {sorted(written - known)}, in which no node is"
+    for node, source in effects.same.items():
+        if source not in node.all_input_nodes or effects.alias[source] != effects.alias[node]:
+            yield f"{node.name} returns {source.name}, which is no argument of it in the same alias class"

@@ -43,8 +43,6 @@ from fxpipe.tracing.model_state import (
     equal_tensors,
     is_fixed,
     preserve_state,
-    python_rng_state,
-    set_python_rng_state,
     set_tensor,
     slots_of,
     without_gradients,
@@ -117,10 +115,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     for size, note, sample, want in wanted:
         have = watched.get(size) or watch_seeded(traced, sample)
         seen.append(have.effects)
-        if size < batch or not traced.mini_batch_conditions:
-            _refuse_other_dimensions(traced, have, note)
-        if want is not None:
-            _refuse_other_results(traced, want, have, note)
+        _refuse_other_results(traced, want, have, note, size < batch or not traced.mini_batch_conditions)
     compared = {size for size, *_, want in wanted if want is not None or watched.get(size)}
     sizes = {batch, *compared, *refused, *((example, batch + 1) if example != batch else ())}
     # If Python used the batch size unnoticed, other sizes may differ even if the compared ones agree:
@@ -138,22 +133,16 @@ def _cuts_samples(node: fx.Node) -> bool:
     if opname(node.target).strip("_") not in ("getitem", "setitem") or not isinstance(node.args[0], fx.Node):
         return False
     shapes, index = info(node.args[0]).shapes, node.args[1]
-    if len(shapes) != 1:
-        return False
     parts = index if isinstance(index, tuple) else (index,)
     plain = itertools.takewhile(lambda part: isinstance(part, (slice, int)), parts)
-    return any(
-        isinstance(part, slice)
-        and bool(size.free_symbols)
-        and any(type(bound) is int and bound for bound in (part.start, part.stop))
-        for part, size in zip(plain, shapes[0].shape, strict=False)
-    )
+    cut = zip(plain, shapes[0].shape if len(shapes) == 1 else (), strict=False)
+    slices = [part for part, size in cut if isinstance(part, slice) and size.free_symbols]
+    return any(type(bound) is int and bound for part in slices for bound in (part.start, part.stop))
 
 
 def excuse_reads(traced: Traced, leaves: Sequence[Any], size: int) -> GraphRun | None:
-    """Excuses a micro-batch size at which graph and model agree although reads of the batch size do not hold.
+    """Excuses a size if graph and model agree although reads do not hold: `if len(x) != len(y): y = y.expand(len(x))`.
 
-    For example, `if batch_size != positions.shape[0]: positions = positions.expand(batch_size, -1)` with one sample.
     Returns the graph's run if it equals the model's.
     """
     sample = None if traced.holds_at(size) else sample_within_guards(traced, leaves, size)
@@ -168,15 +157,10 @@ def excuse_reads(traced: Traced, leaves: Sequence[Any], size: int) -> GraphRun |
 
 
 def compare_runs(traced: Traced, sample: Sequence[Any], with_model: bool = True) -> GraphRun:
-    """Runs model and graph, and compares them; returns the graph's run.
-
-    Raises `TraceError` if they differ, and any error of the model.
-    """
+    """Returns the graph's run. Raises `TraceError` if it differs from the model's, and any error of the model."""
     want = run_model(traced, sample) if with_model else None
     have = watch_seeded(traced, sample)
-    _refuse_other_dimensions(traced, have)
-    if want is not None:
-        _refuse_other_results(traced, want, have)
+    _refuse_other_results(traced, want, have)
     return have
 
 
@@ -291,11 +275,24 @@ def call_model(traced: Traced, inputs: Sequence[Any], size_note: str = "") -> tu
         ) from error
 
 
-def _refuse_other_results(traced: Traced, want: RunResult, have: RunResult, size_note: str = "") -> None:
+def _refuse_other_results(
+    traced: Traced, want: RunResult | None, have: RunResult, size_note: str = "", is_cut: bool = True
+) -> None:
+    """Raises `TraceError` if results differ, or an output of a part has another number of dimensions than recorded."""
     remedy = (
         "; forward may depend on the batch size or on values in plain Python (range(len(x)), a branch), seed random "
         "numbers, or change what it reads later: keep these in tensor functions and buffers"
     )
+    for place, (h, node, dim) in enumerate(zip(have.outputs, traced.outputs, traced.out_dims, strict=True)):
+        is_held = is_cut and isinstance(dim, int) and isinstance(node, fx.Node)
+        if is_held and h.dim() != len(info(node).shapes[0].shape):
+            raise TraceError(
+                f"output {place} ({node.name}, {info(node).shapes[0]}) has {h.dim()} "
+                f"dimensions{size_note}, so the outputs of micro-batches cannot be put together; name "
+                "the dimensions that forward takes out (x.squeeze(1))"
+            )
+    if want is None:
+        return
     for place, (w, h, node) in enumerate(zip(want.outputs, have.outputs, traced.outputs, strict=True)):
         name = node.name if isinstance(node, fx.Node) else repr(node)
         if not is_close(w, h):
@@ -313,17 +310,6 @@ def _refuse_other_results(traced: Traced, want: RunResult, have: RunResult, size
             raise TraceError(
                 f"input {traced.leaves[place].path} after the traced graph differs from what the model leaves in it"
                 f"{size_note}{remedy}"
-            )
-
-
-def _refuse_other_dimensions(traced: Traced, have: RunResult, size_note: str = "") -> None:
-    """Raises TraceError if an output of the graph has another number of dimensions than recorded."""
-    for place, (value, node, dim) in enumerate(zip(have.outputs, traced.outputs, traced.out_dims, strict=True)):
-        if isinstance(dim, int) and isinstance(node, fx.Node) and value.dim() != len(info(node).shapes[0].shape):
-            raise TraceError(
-                f"output {place} ({node.name}, {info(node).shapes[0]}) has {value.dim()} "
-                f"dimensions{size_note}, so the outputs of micro-batches cannot be put together; name "
-                "the dimensions that forward takes out (x.squeeze(1))"
             )
 
 
@@ -409,14 +395,10 @@ class _CallResult:
 
 
 def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> None:
-    """Compares gradients and state on the fewest samples for which the graph holds and the model runs.
-
-    Raises `TraceError`, with a name, if something differs.
-    """
+    """Raises `TraceError` if gradients or state differ on the fewest samples for which graph and model run."""
     batch = traced.batch_of(leaves)
-    sizes = {min(FEWEST_SAMPLES, batch), *micro_batch_sizes(batch, chunks)} | (
-        {batch} if traced.recorded_samples is None else set()
-    )
+    whole = {batch} if traced.recorded_samples is None else set()
+    sizes = {min(FEWEST_SAMPLES, batch), *micro_batch_sizes(batch, chunks), *whole}
     for size in sorted(sizes, key=lambda size: (size < FEWEST_SAMPLES, size)):
         if not traced.holds_at(size) or not all(r.holds(size) for r in traced.mini_batch_conditions):
             continue
@@ -490,9 +472,6 @@ def _gradient_remedy(traced: Traced) -> str:
     )
 
 
-# -- the model -------------------------------------------------------------------------------------------------------
-
-
 def _gradients_of_model(
     traced: Traced, outputs: Sequence[Any], inputs: Sequence[Any], sample: Sequence[Any], factor: float = 1.0
 ) -> _GradientSummaries | None:
@@ -527,8 +506,8 @@ def _calls_of_model(
             again = next((s for s in others if traced.guards_hold(s, traced.seed)), None)
         if again is not None:
             try:
-                with _seeded():
-                    outputs, _ = call_model(traced, list(map(copy_as_leaf, again)))
+                torch.manual_seed(torch.initial_seed())
+                outputs, _ = call_model(traced, list(map(copy_as_leaf, again)))
                 own = {storage_of(t) for t in (*slots_of(traced.model).values(), *held.values())}
                 calls.append(_CallResult([detached(x, own) for x in outputs], _model_state(traced, held)))
             except TraceError:
@@ -562,9 +541,6 @@ def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, 
     return {name: tensor.detach().clone() for name, tensor in (kept | dict(held)).items()}
 
 
-# -- the graph -------------------------------------------------------------------------------------------------------
-
-
 def _calls_of_graph(
     traced: Traced, sample: Sequence[Any], again: Sequence[Any] | None, has_gradients: bool
 ) -> list[_CallResult]:
@@ -576,7 +552,8 @@ def _calls_of_graph(
         del run
         calls = [_CallResult([], _model_state(traced, held), gradients)]
         if again is not None:
-            with _seeded(), contextlib.suppress(DecisionError):  # a micro-batch raises it, too
+            torch.manual_seed(torch.initial_seed())
+            with contextlib.suppress(DecisionError):  # a micro-batch raises it, too
                 run = observe_run(traced, again)
                 _leave(traced, run)
                 calls.append(_CallResult(list(map(detached, run.outputs)), _model_state(traced, held)))
@@ -603,19 +580,6 @@ def _leave(traced: Traced, run: GraphRun) -> None:
                 tensor.copy_(copy)
         for name, tensor in run.assigned.items():
             set_tensor(traced.model, name, tensor)
-
-
-# -- gradients -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _seeded() -> Iterator[None]:
-    before = python_rng_state()
-    torch.manual_seed(torch.initial_seed())
-    try:
-        yield
-    finally:
-        set_python_rng_state(before)
 
 
 def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any]) -> dict[str, torch.Tensor]:

@@ -38,17 +38,16 @@ from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_rng, preserve_state
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError, base_opname, dependencies_of
-from fxpipe.tracing.shapes.input_values import InputValues, shared_values
-from fxpipe.tracing.shapes.output_dims import with_out_dims
+from fxpipe.tracing.shapes.output_dims import InputValues, shared_values, with_out_dims
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
-from fxpipe.tracing.verify.equivalence import is_close, take_samples
-from fxpipe.tracing.verify.micro_batch_sizes import (
+from fxpipe.tracing.verify.compared_sizes import (
     MADE_DETERMINISTIC,
     can_run_deterministically,
     excuse_sizes,
     opened,
     run_deterministic_node,
 )
+from fxpipe.tracing.verify.equivalence import is_close, take_samples
 from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
 
 SAMPLES = 4  # samples of the runs; the example repeats if it has fewer

@@ -23,8 +23,8 @@ from fxpipe.tracing.node_info import (
     state_of,
     value_read_of,
 )
+from fxpipe.tracing.verify.compared_sizes import run_deterministic_node
 from fxpipe.tracing.verify.effects import running_statistics
-from fxpipe.tracing.verify.micro_batch_sizes import run_deterministic_node
 
 TORCHS_OWN = {"val", "nn_module_stack", "stack_trace"}
 

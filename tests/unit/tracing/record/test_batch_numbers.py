@@ -20,7 +20,7 @@ from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.fit_formula import simplest_formula
 from fxpipe.tracing.record.opaque_call import leaf
-from fxpipe.tracing.verify.micro_batch_sizes import holds_for_micro_batches
+from fxpipe.tracing.verify.compared_sizes import holds_for_micro_batches
 from fxpipe.utils.batch_split import samples_per_micro_batch
 
 T = 4  # of the inputs [b, T, 6]: also the batch size of the example

@@ -22,8 +22,7 @@ from fxpipe.tracing.node_info import update_info
 from fxpipe.tracing.record.other_sizes import read_untracked_sizes
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
-from fxpipe.tracing.verify.effects import effects_of, observe_run
-from fxpipe.tracing.verify.invariants import check_invariants, find_faults
+from fxpipe.tracing.verify.effects import check_invariants, effects_of, find_faults, observe_run
 
 
 class Everything(Layered, a=6, b=6, c=6, calls=lambda: torch.zeros(())):

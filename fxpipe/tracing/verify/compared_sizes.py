@@ -1,4 +1,4 @@
-"""Checks that a graph holds for the micro-batches that run, as well as for the mini-batch.
+"""Checks that a graph holds for the micro-batches that run, as well as for the mini-batch, and at dynamic sizes.
 
 Forward may depend on the number of samples (`max(*x.shape)`, `if len(x) > 4`). Conditions on the mini-batch's size must
 hold for each size that runs, or make no difference. The checks, in this order:
@@ -11,11 +11,15 @@ hold for each size that runs, or make no difference. The checks, in this order:
 
 Checks 3 and 4 require outputs that can be joined, no random numbers, and are valid for this mini-batch only. If they
 are impossible, the conditions decide.
+
+Graphs with dynamic sizes are compared with their model at other sizes: some observed before, and a new one. The
+recording's inputs are cut or repeated from their beginning, so that the model accepts their values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +31,8 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.errors import TraceError
+from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim, Lengths
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
@@ -35,9 +41,18 @@ from fxpipe.tracing.node_arguments import named_arguments, parameter_names
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.shapes.observed_shapes import observe_graph, observed_tensors, resized
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects, running_statistics
-from fxpipe.tracing.verify.equivalence import agrees_at_size, excuse_reads, is_roughly_close
+from fxpipe.tracing.verify.equivalence import (
+    FEWEST_SAMPLES,
+    agrees_at_size,
+    check_training_equivalence,
+    compare_runs,
+    excuse_reads,
+    is_roughly_close,
+    take_samples,
+)
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.pytree import flatten
@@ -119,8 +134,16 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
                 of_parts = [run_deterministically(parts, part, is_opened) for part in cuts]
         except Exception:
             return None
-        values = zip(parts.handed_out_dims, *of_parts, strict=True)
-        joined = [_join_outputs(values_of_parts, dim, weights) for dim, *values_of_parts in values]
+        joined: list[Any] = []
+        for how, *values in zip(parts.handed_out_dims, *of_parts, strict=True):
+            if isinstance(how, int):
+                joined.append(torch.cat(values, how))
+            elif how is None:
+                is_same = all(is_roughly_close(values[0], value) for value in values)
+                joined.append(values[0] if is_same else _DIFFERENT)
+            else:
+                weighted = [v * w for v, w in zip(values, weights, strict=True)] if how == "mean" else values
+                joined.append(sum(weighted[1:], weighted[0]))
         if not all(map(is_roughly_close, _outputs(whole, want), _outputs(parts, joined))):
             return False
     return True
@@ -130,16 +153,6 @@ def _outputs(traced: Traced, handed_out: Sequence[Any]) -> list[Any]:
     """Returns the outputs, combined from pieces if needed."""
     combined = {one.output: one.of(handed_out) for one in traced.combinations}
     return [combined.get(place, handed_out[place]) for place in range(len(traced.outputs))]
-
-
-def _join_outputs(parts: Sequence[Any], dim: int | str | None, weights: Sequence[float]) -> Any:
-    if isinstance(dim, int):
-        return torch.cat([*parts], dim)
-    if dim == "mean":
-        return sum(part * weight for part, weight in zip(parts, weights, strict=True))
-    if dim is None:
-        return parts[0] if all(is_roughly_close(parts[0], part) for part in parts) else _DIFFERENT
-    return sum(parts[1:], parts[0])
 
 
 def values_differ_message(parts: Traced) -> str:
@@ -262,6 +275,117 @@ class _Deterministic(TorchFunctionMode):
             zeros = torch.zeros_like(bound["weight"])
             bound |= {"training": False, "running_mean": zeros, "running_var": zeros + 1}
         return func(**bound) if func is F.batch_norm else func(*map(bound.get, parameter_names(func)))
+
+
+# -- dynamic sizes ---------------------------------------------------------------------------------------------------
+
+_STEP = 3  # a new size is larger than the largest recorded size by this, if the graph holds for it
+_FARTHEST_STEP = 17  # else it differs from the recorded size by less than this
+_CANDIDATES = 4  # tried new sizes, since the model may reject some
+
+
+def check_dynamic_sizes(traced: Traced, leaves: Sequence[Any], seen: Sequence[Mapping[InputDim, int]]) -> None:
+    """Compares outputs, gradients and state of graph and model at other sizes than the recording's, also those `seen`.
+
+    Raises `FixedSizeError` if they differ, or if no other size can be compared.
+    """
+    if traced.uneven_outputs:
+        raise FixedSizeError("rows of an output do not simply grow with the number of samples")
+    example, symbols = traced.dynamic.example, traced.dynamic.symbols
+    runs = [tuple((s, one[key]) for s, key in symbols.items()) for one in seen if one.keys() >= {*symbols.values()}]
+    before = [lengths for lengths in runs if lengths != example]
+    others = [lengths for lengths in dict.fromkeys(before) if _compare(traced, leaves, lengths)]
+    # New sizes for which the graph holds, larger ones first, since models reject them less often.
+    known = [dict(lengths) for lengths in (example, *before)]
+    largest, least = ({s: bound(one[s] for one in known) for s in symbols} for bound in (max, min))
+    steps = [step for more in range(1, _FARTHEST_STEP) for step in (more, -more)]
+    new = (
+        {s: size + _STEP for s, size in largest.items()},
+        {s: size - 1 for s, size in least.items()},
+        {s: size // 2 for s, size in least.items()},
+        *({s: size + step for s, size in example} for step in steps),
+    )
+    wanted = dict.fromkeys(tuple((s, max(2, size)) for s, size in lengths.items()) for lengths in new)
+    fitting = (one for one in wanted if one not in (example, *before) and _sample_of(traced, leaves, one) is not None)
+    candidates = [*itertools.islice(fitting, _CANDIDATES)]
+    unseen = next((lengths for lengths in candidates if _compare(traced, leaves, lengths)), None)
+    if not others and unseen is None:
+        why = "the model runs at no other size" if candidates else "forward concludes something else at any other size"
+        raise FixedSizeError(f"{why}, as far as was tried", is_of_this_size=not candidates)
+    small = tuple((s, max(2, size // 2)) for s, size in least.items())
+    if any(condition.is_of_torch for condition in traced.dynamic.conditions) and _compare(traced, leaves, small):
+        others.append(small)
+    traced.comparisons.lengths.update((example, *others, *([] if unseen is None else [unseen])))
+
+
+def recheck_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether graph and model agree on samples with new sizes; else restricts the graph to compared sizes."""
+    with checking_mode(traced, args, kwargs) as leaves:
+        if is_faked():
+            return False  # a model without values cannot be compared: it is recorded at these sizes
+        lengths = traced.dynamic.lengths_of(leaves)
+        assert lengths is not None
+        try:
+            if _compare(traced, leaves, lengths):
+                traced.comparisons.lengths.add(lengths)
+        except FixedSizeError:
+            traced.comparisons.hold_between_compared()
+            return False
+        return True
+
+
+def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
+    """Returns whether graph and model run on a few samples of these sizes. Raises `FixedSizeError` if they differ."""
+    sample = _sample_of(traced, leaves, lengths)
+    if sample is None:
+        return False
+    batch = traced.batch_of(sample)
+    failing = traced.failing_conditions(batch, lengths)
+    try:
+        compare_runs(traced, sample)
+        check_training_equivalence(traced, sample)
+    except TraceError as error:
+        if failing:
+            return False
+        shown = ", ".join(str(size) for _, size in lengths)
+        raise FixedSizeError(f"at another size ({shown}): {error}") from error
+    except Exception:
+        return False  # the model raises again for such inputs
+    if failing or traced.dynamic.is_observed:
+        sizes = {traced.batch: batch, **dict(lengths)}
+        are_expected = all(  # all values have the sizes that the formulas give
+            tensor.shape == tuple(formula.subs(sizes) for formula in shape.shape)
+            for node, value in observe_graph(traced, sample, traced.nodes[-1]).items()
+            for tensor, shape in zip(observed_tensors(value), info(node).full_shapes, strict=False)
+        )
+        if not are_expected and not failing:
+            raise FixedSizeError("functions that can only be seen make other sizes than those seen before")
+        if not are_expected:
+            return False
+    traced.comparisons.harmless.update(failing)
+    return True
+
+
+def _sample_of(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any] | None:
+    """Returns samples of these sizes, as few as possible, for which the graph may hold; None if there are none.
+
+    All of forward's conditions on sizes must hold; conditions of torch need not.
+    """
+    reads = (*traced.batch_conditions, *traced.mini_batch_conditions)
+    for batch in dict.fromkeys((min(FEWEST_SAMPLES, traced.batch_of(leaves)), traced.batch_of(leaves))):
+        failing = traced.failing_conditions(batch, lengths)
+        if not all(one.is_of_torch for one in failing) or not all(read.holds(batch) for read in reads):
+            continue
+        sample = resize(traced, take_samples(traced, leaves, 0, batch), lengths)
+        if traced.guards_hold(sample, traced.seed):
+            return sample
+    return None
+
+
+def resize(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any]:
+    """Returns the flattened inputs with these dynamic sizes: cut, or repeated from their beginning."""
+    values = dict(lengths)
+    return resized(leaves, {key: int(formula.subs(values)) for key, formula in traced.dynamic.formulas.items()})
 
 
 # -- later comparisons of graph and model, for micro-batches unknown when it was traced ------------------------------
