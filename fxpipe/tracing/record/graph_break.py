@@ -18,10 +18,8 @@ If this part holds most of the model, it is split into segments at calls of larg
     rest = M_rest(bank, pointer, encoder, decoder, x)
 
 The lines of forward run once in each of these nodes; only the last node writes to buffers. So a line that writes, draws
-random numbers or reads a value of the samples must not also be recorded (`calls_before_effects`). A line that draws, or
-writes to an argument, must not run twice: then there is only one segment. A run that calls other modules than the
-recording is an error. Checkpoints of `torch.utils.checkpoint` in these lines are bypassed: their recompute would call
-modules whose results are only known here.
+random numbers or reads a value of the samples must not also be recorded (`calls_before_effects`), and if a line draws, or
+writes to an argument, there is only one segment. A run that calls other modules than the recording is an error.
 """
 
 from __future__ import annotations
@@ -224,7 +222,7 @@ class _Segment:
         answers = list(zip(self.names, results, strict=True))
         result, end, outside = None, None, ThreadState.now()
         try:
-            # A recompute would have neither the results of calls nor the end of the segment.
+            # The recompute of a checkpoint would have neither the results of calls nor the end of the segment.
             with self._answered(replica, answers), call_checkpoints_through():
                 result = forward_of(replica)(*args, **kwargs)
         except _SegmentStop as stop:

@@ -171,11 +171,8 @@ def call_opaque(
     nodes: list[Any] = []
     fixed: dict[int, Any] = {}  # arguments that are not in the graph
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, (torch.Tensor, *RECORDED)):
+        if isinstance(leaf, (torch.Tensor, *RECORDED)) or type(leaf) in (int, float):  # may depend on the batch size
             nodes.append(recorder.node_argument(leaf))
-            continue
-        if type(leaf) in (int, float):  # may depend on the batch size
-            nodes.append(leaf)
             continue
         if any(recorder.knows(t) for t in hidden_tensors(leaf)):
             raise refuse(

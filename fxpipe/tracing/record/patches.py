@@ -38,7 +38,7 @@ from fxpipe.tracing.node_info import RandomDraws, update_info
 from fxpipe.tracing.record.graph_break import call_with_graph_break
 from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
 from fxpipe.tracing.record.opaque_call import active, call_function, call_hook, call_leaf_module, whole_methods
-from fxpipe.tracing.record.recorded_sizes import unwrap_sizes
+from fxpipe.tracing.record.recorded_sizes import MEMORY, unwrap_sizes
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils.locks import ForkSafeLock
@@ -120,8 +120,10 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
 
     def told_of(bytes_of: Callable[[torch.UntypedStorage], int]) -> Callable[[torch.UntypedStorage], int]:
         def method(storage: torch.UntypedStorage) -> int:
-            if not is_elsewhere():
-                recorder.sizes.read_storage_bytes(storage)
+            sizes = recorder.sizes
+            if not is_elsewhere() and id(storage) in sizes.storages:  # that forward took from a tensor
+                sizes.ask(*MEMORY)
+                sizes.read_layout(sizes.storages[id(storage)][1], lambda t: t.untyped_storage().nbytes(), "storage")
             return bytes_of(storage)
 
         return method

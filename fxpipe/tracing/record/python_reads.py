@@ -18,18 +18,7 @@ import torch
 from torch import nn
 
 from fxpipe._torch.module_internals import all_modules
-from fxpipe.utils.python_state import (
-    MAX_DEPTH,
-    Place,
-    PythonState,
-    is_followed_class,
-    is_followed_file,
-    is_followed_module,
-    is_followed_object,
-    named_globals,
-    names_in,
-    parts_of,
-)
+from fxpipe.utils import python_state
 
 _PATCHED = ("__getattribute__", "__setattr__")
 _OWN_FILES = __file__.removesuffix("tracing/record/python_reads.py")
@@ -38,7 +27,7 @@ _OWN_FILES = __file__.removesuffix("tracing/record/python_reads.py")
 class PythonReads:
     def __init__(self, model: nn.Module):
         self._model = model
-        self._places: dict[tuple[int, str], Place] = {}
+        self._places: dict[tuple[int, str], python_state.Place] = {}
         # By id of a module's dict and name: whether the first use of an attribute was a read.
         self._first_uses: dict[tuple[int, str], bool] = {}
         self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}  # by id: codes with their globals
@@ -101,7 +90,7 @@ class PythonReads:
                 for name in _PATCHED:
                     type.__setattr__(kind, name, own[name]) if name in own else type.__delattr__(kind, name)
 
-    def state(self) -> PythonState:
+    def state(self) -> python_state.PythonState:
         """Returns everything that forward has read, with its current values."""
         reached = self._reached
 
@@ -111,28 +100,28 @@ class PythonReads:
 
         names = frozenset[str]().union(*(names for _, names in reached.values() if names))
         kinds = {type(module) for module in all_modules(self._model)}
-        ran = [(code, values) for code, values in self._ran.values() if is_followed_file(code.co_filename)]
-        return PythonState(kinds, [*self._places.values()], ran, reads_of, names=names)
+        ran = [(code, values) for code, values in self._ran.values() if python_state.is_followed_file(code.co_filename)]
+        return python_state.PythonState(kinds, [*self._places.values()], ran, reads_of, names=names)
 
     def _add_code(self, frame: FrameType) -> None:
         code, values = frame.f_code, frame.f_globals
         self._ran[id(code)] = code, values
-        if not is_followed_file(code.co_filename):
+        if not python_state.is_followed_file(code.co_filename):
             return
-        for value in map(values.get, named_globals(code)):
+        for value in map(values.get, python_state.named_globals(code)):
             self._reach(value)
-            if isinstance(value, ModuleType) and is_followed_module(value):
-                for attribute in names_in(code) & vars(value).keys():
+            if isinstance(value, ModuleType) and python_state.is_followed_module(value):
+                for attribute in python_state.names_in(code) & vars(value).keys():
                     self._reach(vars(value)[attribute])
         for name in code.co_freevars:
             self._reach(frame.f_locals.get(name))
 
-    def _reach(self, value: Any, depth: int = MAX_DEPTH) -> None:
+    def _reach(self, value: Any, depth: int = python_state.MAX_DEPTH) -> None:
         """Patches the classes of a value and of its contents, to observe which attributes are used."""
         if id(value) in self._reached or not depth:
             return
-        parts = parts_of(value)
-        if is_followed_object(value) and not isinstance(value, (nn.Module, type)):
+        parts = python_state.parts_of(value)
+        if python_state.is_followed_object(value) and not isinstance(value, (nn.Module, type)):
             self._reached[id(value)] = value, set() if self._patch(type(value)) else None
         elif parts is not None:
             self._reached[id(value)] = value, None
@@ -141,7 +130,7 @@ class PythonReads:
 
     def _patch(self, kind: type) -> bool:
         """Patches a class to observe uses of its objects; returns whether that is possible."""
-        if kind in self._classes or not is_followed_class(kind):
+        if kind in self._classes or not python_state.is_followed_class(kind):
             return kind in self._classes
         plain: Any = kind.__getattribute__
         plain_set: Any = kind.__setattr__

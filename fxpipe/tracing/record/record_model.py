@@ -237,7 +237,7 @@ def _record_once(
         recorder.python_reads.state(),
         layout_reads=tuple(recorder.sizes.layout_reads.values()),
         input_reads=tuple(recorder.sizes.input_reads.values()),
-        attributes=tensor_guards_of(model, recorder.attribute_nodes.keys() | recorder.sizes.names),
+        attributes=tensor_guards_of(model, {*recorder.attribute_nodes, *filter(None, recorder.sizes.names)}),
         requires_grad=requires_grad_flags(model) if recorder.asks_for_gradients else None,
         seed=recorder.random.seed,
         draws_from_stream=tuple(recorder.random.draws_from_stream),

@@ -397,7 +397,7 @@ class SizeRecorder:
         self.input_leaves: Sequence[Any] = ()  # copies of the inputs
         self.input_paths: Sequence[str] = ()
         self.input_reads: dict[str, InputRead] = {}
-        self.names = set[str]()  # tensors of the model whose sizes forward has read
+        self.names = set[str | None]()  # tensors of the model whose sizes forward has read
         self.are_keys = False  # True if a size was used as a key
         self.was_refused_as_key = False  # True if a size was used as a key, which options do not allow
         self._nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
@@ -426,7 +426,7 @@ class SizeRecorder:
         """Returns the sizes or strides of a tensor."""
         numbers = tensor.shape if method == "size" else tensor.stride()
         if not self.recorder.knows(tensor):
-            self._note_model_tensor(tensor)
+            self.names.add(self.recorder.names.own(tensor))
             return numbers  # a tensor of the model: other sizes need another graph
         if method == "stride":
             self.ask(*LAYOUT)
@@ -440,15 +440,9 @@ class SizeRecorder:
             sizes.append(RecordedSize(number, self._nodes[key], self, shown))
         return RecordedShape(sizes)
 
-    def _note_model_tensor(self, tensor: torch.Tensor) -> None:
-        """Records that forward depends on the sizes of a tensor of the model."""
-        name = self.recorder.names.own(tensor)
-        if name is not None:
-            self.names.add(name)
-
     def read_length(self, tensor: torch.Tensor, dim: int) -> None:
         if not self.recorder.knows(tensor):
-            self._note_model_tensor(tensor)
+            self.names.add(self.recorder.names.own(tensor))
         elif -tensor.dim() <= dim < tensor.dim():
             self.read(length, (tensor, dim % tensor.dim()), tensor.shape[dim])
 
@@ -471,14 +465,8 @@ class SizeRecorder:
             node = self.recorder.node_of(tensor)
             self.layout_reads[node, name] = LayoutRead(node, question, answer, self.recorder.source)
         else:
-            self._note_model_tensor(tensor)
+            self.names.add(self.recorder.names.own(tensor))
         return answer
-
-    def read_storage_bytes(self, storage: torch.UntypedStorage) -> None:
-        """Records that forward has read the bytes of a storage that it took from a tensor."""
-        if id(storage) in self.storages:
-            self.ask(*MEMORY)
-            self.read_layout(self.storages[id(storage)][1], lambda t: t.untyped_storage().nbytes(), "storage")
 
     # -- what Python does with numbers -------------------------------------------------------------------------------
 

@@ -26,29 +26,11 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
+from fxpipe._torch import functions
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import version_of
 from fxpipe._torch.autograd_functions import is_in_functorch_transform
 from fxpipe._torch.fake_tensor_mode import NEEDS_VALUES_ERRORS
-from fxpipe._torch.functions import (
-    CONSTANT_TYPES,
-    DTYPES_OF_PYTHON,
-    GRADIENT_ATTRIBUTES,
-    LAYOUT_QUESTIONS,
-    PLAIN_TYPES,
-    SPLIT_FUNCTIONS,
-    STORAGE_METHODS,
-    TENSOR_ATTRIBUTES,
-    TEXT_METHODS,
-    VALUE_READS,
-    holds_numbers,
-    is_tensor_method,
-    is_torch_nn_leaf,
-    label_of,
-    leaves_no_node,
-    opname,
-    takes_only_arrays,
-)
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
 from fxpipe._torch.tensor_data import storage_address
 from fxpipe._torch.thread_state import ThreadState
@@ -282,11 +264,11 @@ class Recorder(TorchFunctionMode):
             return self.node_of(value)
         if isinstance(value, RECORDED):
             return value.node if value.recorder is self.sizes else value.value
-        if isinstance(value, CONSTANT_TYPES):
+        if isinstance(value, functions.CONSTANT_TYPES):
             return value
-        if isinstance(value, type) and value in DTYPES_OF_PYTHON:
-            return DTYPES_OF_PYTHON[value]
-        for kind in PLAIN_TYPES:  # converts subclasses: numpy.float64, enumerations
+        if isinstance(value, type) and value in functions.DTYPES_OF_PYTHON:
+            return functions.DTYPES_OF_PYTHON[value]
+        for kind in functions.PLAIN_TYPES:  # converts subclasses: numpy.float64, enumerations
             if isinstance(value, kind):
                 return value if type(value) is kind else kind.__call__(value)
         if type(value).__module__ == "numpy" and not getattr(value, "shape", ()) and hasattr(value, "item"):
@@ -298,8 +280,8 @@ class Recorder(TorchFunctionMode):
 
     def add(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> fx.Node:
         path = self.module
-        is_all_of_module = bool(self.stack) and is_torch_nn_leaf(self.stack[-1].module)
-        label = label_of(path, opname(target), args, is_all_of_module)
+        is_all_of_module = bool(self.stack) and functions.is_torch_nn_leaf(self.stack[-1].module)
+        label = functions.label_of(path, functions.opname(target), args, is_all_of_module)
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
         place = RecordingPlace(self.calls[path], len(self.marks), len(self.ended_modules))
         state, written, self._changed = ThreadState.now(), self._changed, frozenset()
@@ -330,7 +312,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = opname(func)
+        name = functions.opname(func)
         if self.paused:
             return self._unrecorded(func, args, kwargs)
         if name in _MEMORY_QUESTIONS:
@@ -338,22 +320,22 @@ class Recorder(TorchFunctionMode):
         if name in _INPUT_METHODS:
             self.sizes.ask_about(args[0], lambda x: func(x, *args[1:], **kwargs), name)
             return self._plainly(func, args, kwargs)
-        if name in STORAGE_METHODS and args[0].layout == torch.strided:
+        if name in functions.STORAGE_METHODS and args[0].layout == torch.strided:
             with self.pause():
                 storage = args[0].untyped_storage()
             self.sizes.storages[id(storage)] = storage, args[0]
             return self._plainly(func, args, kwargs)
-        if name in LAYOUT_QUESTIONS and args[0].layout == torch.strided:
+        if name in functions.LAYOUT_QUESTIONS and args[0].layout == torch.strided:
             question = f"{name}{args[1:]}{kwargs}"
             return self.sizes.read_layout(args[0], lambda x: func(x, *args[1:], **kwargs), question)
         if name == "is_same_size" and len(args) == 2:
             return self.sizes.of(args[0], "size") == self.sizes.of(args[1], "size")
-        if name in TEXT_METHODS:
+        if name in functions.TEXT_METHODS:
             text = self._plainly(func, args, kwargs)
             self.first_text = self.first_text or (self.module, self.source, self.calls[self.module])
             guise = self.sizes.disguised.get(TEXTS)  # to detect whether forward depends on it
             return text if guise is None else disguised_text(text, guise)
-        if leaves_no_node(name):
+        if functions.leaves_no_node(name):
             return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
@@ -367,15 +349,15 @@ class Recorder(TorchFunctionMode):
             self.sizes.read_length(args[0], 0)
             return self._plainly(func, args, kwargs)
         self._refuse_unrecordable(func, name, args, kwargs)
-        if SPLIT_FUNCTIONS.get(name) == 2 and isinstance((*args, 1)[1], torch.Tensor):
+        if functions.SPLIT_FUNCTIONS.get(name) == 2 and isinstance((*args, 1)[1], torch.Tensor):
             self.__torch_function__(torch.Tensor.__index__, (), args[1:2])
-        if name in SPLIT_FUNCTIONS and args and not isinstance((*args, 1)[1], (list, tuple)):
-            self.sizes.read_pieces(name, args, kwargs.get("dim", (*args, 0, 0)[SPLIT_FUNCTIONS[name]]))
+        if name in functions.SPLIT_FUNCTIONS and args and not isinstance((*args, 1)[1], (list, tuple)):
+            self.sizes.read_pieces(name, args, kwargs.get("dim", (*args, 0, 0)[functions.SPLIT_FUNCTIONS[name]]))
         if name == "__iter__":
             parts, _ = self.run(torch.Tensor.unbind, (args[0], 0), {})
             self.keep(parts, self.add("call_method", "unbind", (self.node_of(args[0]), 0)))
             return iter(parts)
-        if takes_only_arrays(args, kwargs):
+        if functions.takes_only_arrays(args, kwargs):
             result, _ = self.run(func, args, kwargs)
             for tensor in tensors_in(result):
                 self.names.add(tensor)  # created by NumPy from values that were read, or from none
@@ -384,10 +366,11 @@ class Recorder(TorchFunctionMode):
         result, random = self.run(func, args, kwargs)
         if name in ("tensor", "as_tensor") and len(args) == 1 and isinstance(args[0], RECORDED):
             func, name, node_args = torch.full, "full", ((), *node_args)  # `tensor` takes no symbolic number
-        if not any(True for _ in tensors_in(result)) and (name in VALUE_READS or holds_numbers(result)):
+        has_tensors = any(True for _ in tensors_in(result))
+        if not has_tensors and (name in functions.VALUE_READS or functions.holds_numbers(result)):
             self._read(func, name, node_args, node_kwargs, result)
             return result
-        if result is not None and not any(True for _ in tensors_in(result)):
+        if result is not None and not has_tensors:
             return result
         is_draw = False
         if name == "__setitem__":
@@ -445,7 +428,7 @@ class Recorder(TorchFunctionMode):
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, RECORDED) and leaf.recorder is self.sizes:
                     self.sizes.read_plain(leaf)
-            name = opname(func)
+            name = functions.opname(func)
             if name in TENSOR_HOOKS and self._is_unhookable(args[0]):
                 raise self._refuse_hook(
                     "puts a hook on a tensor that is given to what is kept whole and used before: the hook would see a "
@@ -471,7 +454,7 @@ class Recorder(TorchFunctionMode):
 
     def _plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function; refuses it if it needs values that fake tensors do not have."""
-        name = opname(func)
+        name = functions.opname(func)
         try:
             if self.sizes.disguised:
                 return func(*unwrap_sizes(args), **unwrap_sizes(kwargs))
@@ -479,7 +462,7 @@ class Recorder(TorchFunctionMode):
         except Exception as error:
             if is_faked() and name == "__format__":
                 return repr(args[0])  # a format like `.3f` needs a value, and the text is for display
-            if not (isinstance(error, NEEDS_VALUES_ERRORS) or (is_faked() and name in VALUE_READS)):
+            if not (isinstance(error, NEEDS_VALUES_ERRORS) or (is_faked() and name in functions.VALUE_READS)):
                 raise
             reason = self._error(
                 f"needs the values of tensors ({name.strip('_')}), and it or its inputs have none (meta or fake)",
@@ -497,7 +480,7 @@ class Recorder(TorchFunctionMode):
             self.paused -= 1
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        if is_tensor_method(func, name):
+        if functions.is_tensor_method(func, name):
             return self.add("call_method", name, args, kwargs)
         return self.add("call_function", func, args, kwargs)
 
@@ -533,12 +516,12 @@ class Recorder(TorchFunctionMode):
         value = func(*args)
         if attribute in _INPUT_ATTRIBUTES:
             self.sizes.ask_about(args[0], func, attribute)
-        self.asks_for_gradients |= attribute in GRADIENT_ATTRIBUTES
+        self.asks_for_gradients |= attribute in functions.GRADIENT_ATTRIBUTES
         if attribute == "grad" and value is not None:
             raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
         if attribute == "grad_fn" and value is not None:
             raise self._refuse_hook(NODE_PROBLEM, NODE_REMEDY)
-        if attribute in TENSOR_ATTRIBUTES and value is not None:
+        if attribute in functions.TENSOR_ATTRIBUTES and value is not None:
             self.keep(value, self.add("call_function", getattr, (self.node_of(args[0]), attribute)))
         return value
 
