@@ -18,7 +18,7 @@ If this part holds most of the model, it is split into segments at calls of larg
     rest = M_rest(bank, pointer, encoder, decoder, x)
 
 The lines of forward run once in each of these nodes; only the last node writes to buffers. So a line that writes, draws
-random numbers or reads a value of the samples must not also be recorded (`calls_before_effects`), and if a line draws, or
+random numbers or reads a value of the samples must not also be recorded (`calls_before_effects`). If a line draws, or
 writes to an argument, there is only one segment. A run that calls other modules than the recording is an error.
 """
 
@@ -59,12 +59,6 @@ class _SegmentEnd:
     name: str
     outside: ThreadState  # when the segment starts: a profiler may run it without gradients
     state: ThreadState  # at the call, perhaps inside no_grad or autocast; the recorded call uses it
-
-    def is_as(self, other: _SegmentEnd | None) -> bool:
-        """Returns whether this is the same call, inside the same blocks, as far as the thread state shows."""
-        if other is None or self.name != other.name:
-            return False
-        return self.outside != other.outside or self.state == other.state
 
 
 class _BreakReached(BaseException):
@@ -227,7 +221,9 @@ class _Segment:
                 result = forward_of(replica)(*args, **kwargs)
         except _SegmentStop as stop:
             result, end = stop.arguments, _SegmentEnd(stop.name, outside, stop.state)
-        is_other = end is not None if self.end is None else not self.end.is_as(end)
+        is_other = (end and end.name) != (self.end and self.end.name)
+        if end is not None and self.end is not None and end.outside == self.end.outside:
+            is_other |= end.state != self.end.state  # inside other blocks
         if answers or (self._has_run and is_other):
             raise StateError(self._other_calls(end.name if end else None))
         if end is not None and any(version_of(tensor) != version for tensor, version in versions):

@@ -43,17 +43,12 @@ def argument_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
     return parameters[place].name if place < len(parameters) else f"args[{place}]"
 
 
-def leaf_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
-    """Returns a leaf of (args, kwargs) as the user would write it."""
-    return argument_name(model, path) + "".join(map(str, path[2:]))
-
-
 def changed_input_item(
     model: nn.Module, tree: Any, leaves: Sequence[InputLeaf], values: Sequence[Any], spec: pytree.TreeSpec
 ) -> str | None:
     """Returns the item, as the user writes it, that forward added, removed or replaced in `tree`: (args, kwargs)."""
     paths, new_spec = flatten_with_paths(tree)
-    now = {leaf_name(model, path): value for path, value in paths}
+    now = {argument_name(model, path) + "".join(map(str, path[2:])): value for path, value in paths}
     old = {leaf.path: x if leaf.is_tensor else leaf.constant for leaf, x in zip(leaves, values, strict=True)}
     for name in (*now, *old):
         if name not in now or name not in old or not _is_same_leaf(old[name], now[name]):

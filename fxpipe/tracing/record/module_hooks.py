@@ -30,8 +30,6 @@ from fxpipe.errors import StateError
 _COMPUTATION_MODULES = ("torch.nn.utils", "transformers.utils.output_capturing")
 COMPUTATION_ATTRIBUTES = frozenset({"_output_capturing_hooks_installed"})  # attributes that mark such hooks
 
-CallHook = Callable[[Any, tuple[Any, ...]], Any]  # (hook, its arguments after the module) -> its result
-
 
 def is_computation_hook(hook: Any) -> bool:
     home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -85,9 +83,9 @@ def run_with_user_hooks(
 
 
 def run_with_hooks(
-    module: nn.Module, forward: Callable[..., Any], call: CallHook, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, forward: Any, call: Callable[[Any, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs `forward` and the hooks around it as `nn.Module.__call__` does, each hook through `call`."""
+    """Runs `forward` and the hooks around it as `nn.Module.__call__` does: `call(hook, arguments after the module)`."""
     for hook, with_kwargs in forward_pre_hooks_with_kwargs(module):
         replacement = call(hook, (args, kwargs) if with_kwargs else (args,))
         if replacement is not None and with_kwargs:

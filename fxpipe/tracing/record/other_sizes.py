@@ -279,7 +279,13 @@ def _insert_formulas(
             return value
         formula = simplest_formula(points) or simplest_formula([point for point in points if point[0] in needed])
         if formula is None:
-            raise _other_numbers_error(at, points)
+            known, shown = info(at), ", ".join(f"{number} with {size} samples" for size, number in points[:3])
+            raise CannotRecord(
+                f"the model{f' in module {known.module!r}' if known.module else ''} makes a plain number of the number "
+                f"of samples at {known.source} ({shown}), by no formula of a line; keep the size a size (x.shape[0], "
+                "len(x)), or use a tensor function (x.mean(), torch.log)",
+                frozenset({known.module}) if known.module else frozenset(),
+            )
         holding.intersection_update(size for size, number in points if formula.fits([(size, number)]))
         if not formula.slope:
             return value
@@ -297,17 +303,6 @@ def _insert_formulas(
         arguments: Any = map_aggregate((node.args, node.kwargs), functools.partial(put, node))
         node.args, node.kwargs = arguments
     return dataclasses.replace(base, recorded_sizes=tuple(sorted(holding)))
-
-
-def _other_numbers_error(node: fx.Node, points: Sequence[SizePoint]) -> CannotRecord:
-    known = info(node)
-    shown = ", ".join(f"{number} with {size} samples" for size, number in points[:3])
-    return CannotRecord(
-        f"the model{f' in module {known.module!r}' if known.module else ''} makes a plain number of the number of "
-        f"samples at {known.source} ({shown}), by no formula of a line; keep the size a size (x.shape[0], len(x)), or "
-        "use a tensor function (x.mean(), torch.log)",
-        frozenset({known.module}) if known.module else frozenset(),
-    )
 
 
 # -- recordings on a few samples ---------------------------------------------------------------------------------------

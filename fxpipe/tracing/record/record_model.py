@@ -28,7 +28,6 @@ from fxpipe.tracing.record.input_containers import (
     argument_name,
     changed_container_error,
     changed_input_item,
-    leaf_name,
     line_of_change,
 )
 from fxpipe.tracing.record.module_hooks import forward_of
@@ -63,7 +62,8 @@ def input_leaves(
     paths, spec = flatten_with_paths((args, kwargs))
     leaves = []
     for (path, value), same_as in zip(paths, same_tensors([value for _, value in paths]), strict=True):
-        head, text = argument_name(model, path), leaf_name(model, path)
+        head = argument_name(model, path)
+        text = head + "".join(map(str, path[2:]))
         if isinstance(value, torch.Tensor):
             refuse_layout(f"input {text}", value)
             refuse_own_attributes(f"input {text}", value)

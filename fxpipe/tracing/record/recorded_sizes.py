@@ -57,13 +57,10 @@ class LayoutRead:
 
 @dataclass(frozen=True, slots=True)
 class InputRead:
-    """A question about the flattened inputs that does not depend on their sizes or values.
-
-    Forward is recorded on copies of its inputs; the graph holds for inputs with the same answer.
-    """
+    """A question about the flattened inputs besides sizes and values; the graph holds for inputs with this answer."""
 
     question: Callable[[Sequence[Any]], Any]
-    answer: Any
+    answer: Any  # for the copies on which forward is recorded
     text: str
     where: str  # the user's source line
 
@@ -375,10 +372,7 @@ GUISES = range(11)
 
 
 def disguised_text(text: str, guise: int) -> str:
-    """Returns a text with other values: guise 0 inverts signs and truth values, the others change each digit.
-
-    The guises of a one-digit number include all other digits, and the guises of any number larger and smaller ones.
-    """
+    """Returns a text with other values: guise 0 inverts signs and truth values, the others change each digit."""
     if guise == 0:
         opposite = {"True": "False", "False": "True", "-": ""}
         return re.sub(r"True|False|-(?=\d)|(?<![\d.e-])(?=\d)", lambda match: opposite.get(match[0], "-"), text)

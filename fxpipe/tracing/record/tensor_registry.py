@@ -58,11 +58,8 @@ class TensorRegistry:
         return name if name != self._own_nodes.get(id(tensor)) else None
 
 
-# Names under which a graph reads tensors that it did not create: tensors of the model and constants.
-
-
 class TensorNames:
-    """The names of such tensors. A tensor keeps its name while it lives; constants are kept alive."""
+    """The names under which a graph reads tensors that it did not create: of the model, and constants, kept alive."""
 
     def __init__(self, model: nn.Module, held: Mapping[str, torch.Tensor]):
         slots = slots_of(model)
