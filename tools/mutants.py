@@ -1480,7 +1480,7 @@ TRACING = (
         "behaviour/test_lazy_state.py::test_samples_that_are_nothing_do_not_tell_what_a_first_call_makes_of_them",
     ),
     Mutant(
-        "tracing/record/input_containers.py",
+        "tracing/record/record_model.py",
         'None if new_spec == spec else "the structure"',
         "None",
         "behaviour/test_written_inputs.py::test_a_container_that_forward_changes_is_refused",
@@ -1583,19 +1583,19 @@ TRACING = (
         "behaviour/test_inplace.py::test_cut_anywhere_it_is_the_plain_model",
     ),
     Mutant(
-        "tracing/record/input_containers.py",
+        "tracing/record/record_model.py",
         "for name in (*now, *old):",
         "for name in now:",
         "behaviour/test_written_inputs.py::test_a_container_that_forward_changes_is_refused",
     ),
     Mutant(
-        "tracing/record/input_containers.py",
+        "tracing/record/record_model.py",
         "        return left is right\n",
         "        return True\n",
         "behaviour/test_written_inputs.py::test_a_container_that_forward_changes_is_refused",
     ),
     Mutant(
-        "tracing/record/input_containers.py",
+        "tracing/record/record_model.py",
         ':{lines[frame]}"',
         ':{frame.f_lineno}"',
         "behaviour/test_written_inputs.py::test_a_container_that_forward_changes_is_refused",

@@ -49,8 +49,8 @@ from fxpipe.tracing.model_state import (
 )
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record import module_hooks as hooks
-from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
 from fxpipe.tracing.record.patches import replaced
+from fxpipe.tracing.record.record_model import changed_container_error, changed_input_item
 from fxpipe.tracing.tensors import detached, slice_samples, storage_of
 from fxpipe.tracing.traced import Traced, as_given, runs_python
 from fxpipe.tracing.verify.effects import Effects, GraphRun, ObservedEffects, RunResult, effects_of, observe_run
