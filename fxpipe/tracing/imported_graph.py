@@ -47,8 +47,7 @@ from fxpipe.tracing.model_state import (
 from fxpipe.tracing.record.module_hooks import run_model, user_hooks_of
 from fxpipe.tracing.record.patches import PATCH_TURN
 from fxpipe.tracing.record.record_model import changed_container_error, changed_input_item, input_leaves, record
-from fxpipe.tracing.record.recorder import Recorder
-from fxpipe.tracing.record.tensor_registry import NODE_PROBLEM, NODE_REMEDY, is_grad_fn_access
+from fxpipe.tracing.record.recorder import NODE_PROBLEM, NODE_REMEDY, Recorder, is_grad_fn_access
 from fxpipe.tracing.record.unrecordable import OPAQUE_REMEDY, CannotRecord, lost_by_import, python_rng_error
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_in_stack, user_line
 from fxpipe.tracing.tensors import tensors_in

@@ -14,8 +14,10 @@ the model are `get_attr` nodes, identified by object identity. The recorder also
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,16 +25,18 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.function import BackwardCFunction
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch import functions
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.autograd import version_of
+from fxpipe._torch.autograd import forward_class_of, version_of
 from fxpipe._torch.autograd_functions import is_in_functorch_transform
 from fxpipe._torch.fake_tensor_mode import NEEDS_VALUES_ERRORS
+from fxpipe._torch.modes import without_torch_function
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
-from fxpipe._torch.tensor_data import storage_address
+from fxpipe._torch.tensor_data import StorageNumbers, storage_address
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.forward_rng import (
@@ -42,17 +46,17 @@ from fxpipe.tracing.forward_rng import (
     might_draw,
     same_generator_states,
 )
-from fxpipe.tracing.model_state import allow_writes, is_fixed, python_rng_state, same_python_rng_state
+from fxpipe.tracing.model_state import (
+    allow_writes,
+    container_tensors,
+    is_fixed,
+    python_rng_state,
+    same_python_rng_state,
+    slots_of,
+)
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
 from fxpipe.tracing.record.python_reads import PythonReads
 from fxpipe.tracing.record.recorded_sizes import MEMORY, RECORDED, TEXTS, SizeRecorder, disguised_text, unwrap_sizes
-from fxpipe.tracing.record.tensor_registry import (
-    NODE_PROBLEM,
-    NODE_REMEDY,
-    TensorNames,
-    TensorRegistry,
-    is_grad_fn_access,
-)
 from fxpipe.tracing.record.unrecordable import (
     OPAQUE_REMEDY,
     TENSOR_HOOKS,
@@ -67,6 +71,7 @@ from fxpipe.tracing.traced import PLAIN_RECORDING, RecordingOptions, TracedGraph
 from fxpipe.utils.progress import ProgressStep, ignore_progress
 from fxpipe.utils.random_generators import comparison_seed
 
+NODE_PROBLEM, NODE_REMEDY = "looks at a node of autograd (grad_fn)", "do so outside forward"
 _MEMORY_QUESTIONS = frozenset("data_ptr is_set_to storage_offset".split())
 # Methods and attributes that describe one tensor.
 _INPUT_METHODS = frozenset("is_conj is_neg is_pinned is_shared _is_view".split())
@@ -88,6 +93,86 @@ class PausedRun:
     known_tensors: list[torch.Tensor] = field(default_factory=list)  # used tensors of forward and of the model
     has_drawn: bool = False  # random numbers
     has_applied: bool = False  # an `autograd.Function`
+
+
+class TensorRegistry:
+    """The tensors that forward holds, by identity and without references, with the nodes that created them.
+
+    A custom node of autograd (of an `autograd.Function` in Python or C++) is in the graph only if a recorded function
+    created it. One that appears on a tensor later is of an unrecorded function, whose inside was recorded instead. A
+    stage has other nodes of autograd, where a hook would not run: so only a module kept whole may look at `grad_fn`.
+    """
+
+    def __init__(self) -> None:
+        self.storages = StorageNumbers()
+        self._nodes: dict[int, tuple[fx.Node, weakref.ref[torch.Tensor]]] = {}
+        self._own_nodes: dict[int, str | None] = {}  # by id of the tensor: the custom backward of its recorded call
+
+    def add(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        nodes, key = self._nodes, id(tensor)
+        nodes[key] = node, weakref.ref(tensor, lambda _: nodes.pop(key, None))  # the id may be reused
+        self.expect_backward(tensor)
+        update_info(node, storages=info(node).storages | {self.storages.name(tensor)})
+
+    def node(self, tensor: torch.Tensor) -> fx.Node | None:
+        return self._nodes[id(tensor)][0] if id(tensor) in self._nodes else None
+
+    def expect_backward(self, tensor: torch.Tensor, name: str | None = None) -> None:
+        """Records that recorded calls created a tensor's current grad_fn, or that the function `name` will."""
+        with contextlib.suppress(RuntimeError):  # a view whose node is no longer valid
+            self._own_nodes[id(tensor)] = name or custom_backward_name(tensor)
+
+    def unexpected_backward(self, tensor: torch.Tensor) -> str | None:
+        """Returns the name of a custom backward that a tensor got from an unrecorded call; None if it has none."""
+        if not torch.is_grad_enabled():
+            return None
+        name = custom_backward_name(tensor)
+        return name if name != self._own_nodes.get(id(tensor)) else None
+
+
+class TensorNames:
+    """The names under which a graph reads tensors that it did not create: of the model, and constants, kept alive."""
+
+    def __init__(self, model: nn.Module, held: Mapping[str, torch.Tensor]):
+        slots = slots_of(model)
+        self._own: dict[int, str] = {}
+        # A shared tensor gets the name of the parameter, which optimizers and `state_dict` use.
+        for slot, tensor in sorted(slots.items(), key=lambda item: item[0].kind != "parameter"):
+            self._own.setdefault(id(tensor), slot.name)
+        self._others: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, tensor in (*container_tensors(model).items(), *held.items()):
+            self._others.setdefault(id(tensor), (name, tensor))
+        taken = {slot.name for slot in slots}.union(name for name, _ in self._others.values())
+        self._free = (name for n in itertools.count() if (name := f"constant_{n}") not in taken)
+
+    def own(self, tensor: torch.Tensor) -> str | None:
+        """Returns the name of a tensor that a module holds directly: a parameter, a buffer, an attribute."""
+        return self._own.get(id(tensor))
+
+    def other(self, tensor: torch.Tensor) -> str | None:
+        """Returns the name of a tensor in a container of a module, of a held tensor, or of a constant."""
+        name, _ = self._others.get(id(tensor), (None, tensor))
+        return name
+
+    def add(self, tensor: torch.Tensor) -> str:
+        name = next(self._free)
+        self._others[id(tensor)] = (name, tensor)
+        return name
+
+
+def is_grad_fn_access(func: Any, name: str) -> bool:
+    return name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad_fn"
+
+
+def custom_backward_name(tensor: torch.Tensor) -> str | None:
+    """Returns the name of a tensor's node if it has a custom backward."""
+    with without_torch_function():
+        node: Any = tensor.grad_fn if tensor.requires_grad else None
+    if isinstance(node, BackwardCFunction):
+        return str(forward_class_of(node).__name__)
+    if type(node).__name__ == "CppFunction":  # Python's type for custom C++ nodes
+        return str(node.name())
+    return None
 
 
 class RandomRecorder:
