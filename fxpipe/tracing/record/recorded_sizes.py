@@ -144,10 +144,7 @@ class _RecordedNumber:
     def __abs__(self) -> Any:
         return self if self >= 0 else -self  # type: ignore[operator]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.shown
-
-    def __reduce__(self) -> tuple[type, tuple[Any]]:
+    def __reduce__(self) -> tuple[type, tuple[Any]]:  # a copy is a plain number
         return self.plain, (self.shown,)
 
 

@@ -139,10 +139,7 @@ def lost_by_import(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
     refusal = refusal_of_call(func, name, args, kwargs)
     if refusal is None or (refusal[2] and name not in TENSOR_HOOKS):
         return None
-    what, remedy, _ = refusal
-    if name in TENSOR_HOOKS:
-        remedy += OPAQUE_REMEDY
-    return what, remedy
+    return refusal[0], refusal[1] + (OPAQUE_REMEDY if name in TENSOR_HOOKS else "")
 
 
 # -- models that cannot be recorded, detected before anything runs ---------------------------------------------------
