@@ -636,8 +636,8 @@ RUNTIME = (
 SCHEDULING = (
     Mutant(
         "scheduling/builtin.py",
-        "ahead=n - 1 - j) for j",
-        "ahead=n - j) for j",
+        "hops=n - 1 - j) for j",
+        "hops=n - j) for j",
         "unit/scheduling/test_registry.py::test_zero_bubble_keeps_what_the_first_stage_of_1f1b_keeps",
     ),
     Mutant(
@@ -697,7 +697,7 @@ SCHEDULING = (
     ),
     Mutant(
         "scheduling/v_schedules.py",
-        "    _move_up(devices, p)\n",
+        "        own.move_up(action, after)\n",
         "",
         "unit/scheduling/test_registry.py::test_v_half_and_v_min_idle_longer_the_less_they_keep",
     ),
@@ -805,14 +805,14 @@ SCHEDULING = (
     ),
     Mutant(
         "scheduling/row_transforms.py",
-        "action = max(ready, key=_urgency)",
-        "action = min(ready, key=_urgency)",
+        "action = max(ready, key",
+        "action = min(ready, key",
         "unit/scheduling/test_registry.py::test_of_one_micro_batch_zbv_leaves_all_w_to_the_end",
     ),
     Mutant(
         "scheduling/factory.py",
-        "    if n % recipe.stages_per_device:",
-        "    if n < recipe.stages_per_device:",
+        "if n % each:",
+        "if n < each:",
         "unit/scheduling/test_registry.py::test_stages_where_a_schedule_cannot_have_them_are_refused",
     ),
 )
@@ -1161,8 +1161,8 @@ REWRITING = (
     ),
     Mutant(
         "rewriting/cut_points.py",
-        "if first < last_write and",
-        "if first <= last_write and",
+        "crossing and first < last_write and",
+        "crossing and first <= last_write and",
         "behaviour/test_inplace.py unit/rewriting/test_build_stages.py",
         "where they are the same the span ends where it begins, and forbids nothing",
     ),
@@ -1173,7 +1173,7 @@ REWRITING = (
         "unit/rewriting/test_aliasing.py::test_what_is_used_for_the_last_time_before_a_cut_does_not_forbid_it",
     ),
     Mutant(
-        "rewriting/portals.py",
+        "rewriting/build_stages.py",
         "if PIPE_INPUT < source < target - 1",
         "if PIPE_INPUT < source < target",
         "unit/rewriting/test_build_stages.py::test_stage_code_reads_like_the_model",
@@ -1213,8 +1213,8 @@ REWRITING = (
     ),
     Mutant(
         "rewriting/weight_gradients.py",
-        "if version_of(x) != version:",
-        "if version_of(x) < version:",
+        "version_of(kept) != version:",
+        "version_of(kept) < version:",
         "unit/rewriting/test_split_backward.py::test_an_input_changed_in_place_is_refused",
     ),
     Mutant(
@@ -1764,14 +1764,14 @@ PROFILING = (
     ),
     Mutant(
         "profiling/memory.py",
-        "saved[s.savers[0]].append(s.bytes)",
-        "saved[s.savers[-1]].append(s.bytes)",
+        "saved[s.savers[0]].append(size)",
+        "saved[s.savers[-1]].append(size)",
         "unit/profiling/test_memory.py::test_a_storage_counts_once_and_as_a_whole",
     ),
     Mutant(
         "profiling/memory.py",
-        "if w <= seen.savers[0]]",
-        "if w < seen.savers[0]]",
+        "if w <= s.savers[0])",
+        "if w < s.savers[0])",
         "unit/profiling/test_memory.py::test_what_a_node_writes_and_keeps_is_made_by_it",
     ),
     Mutant(
@@ -2529,7 +2529,7 @@ PLANNING = (
         "profiling/flops.py",
         "read = {id(t): t for t in _tensors_of((args, kwargs))}",
         "read = {storage_of(t): t for t in _tensors_of((args, kwargs))}",
-        "unit/profiling/test_skip_matmul.py::test_one_node_of_a_kind_stands_for_others_as_a_tensor_of_its_own",
+        "unit/profiling/test_saved_storages.py::test_one_node_of_a_kind_stands_for_others_as_a_tensor_of_its_own",
     ),
     Mutant(
         "planning/cost_model.py",

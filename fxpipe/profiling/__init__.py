@@ -5,9 +5,8 @@
     costs.seconds           # one number for each node, which partitioning balances
 
 `memory` and `formulas` compute bytes and FLOPs for every batch size. `node_timing` measures the seconds of each node at
-two micro-batch sizes; `formulas` splits them into a fixed cost and a cost per sample, so one profile serves all numbers
-of micro-batches. Without values (meta or fake tensors), seconds are estimated for hardware known by name, from the
-operations of each node (`probe`, `flops`).
+two micro-batch sizes; `formulas` splits them into a fixed cost and a cost per sample. Without values (meta or fake
+tensors), seconds are estimated for hardware known by name, from the operations of each node (`probe`, `flops`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import sympy
 import torch
@@ -62,8 +61,6 @@ from fxpipe.utils.pytree import flatten
 from fxpipe.utils.units import parse_count, parse_number, with_article
 
 __all__ = ["NodeCost", "Profile", "Seconds", "profile"]
-
-T = TypeVar("T")
 
 
 @mute_fake_tensor_logs()  # costs that need values are counted on values
@@ -146,7 +143,11 @@ def profile(
                 counts = count_flops_and_bytes(traced, effects, leaves, micro_batch, loss is not None)
                 return counts, _estimates(effects, counts, points, chosen, loss)
 
-            counts, timings = _on_fake_tensors(traced, leaves, estimate) or estimate(leaves)
+            estimated = None
+            if not is_faked():  # on fake tensors, unless the model needs values
+                with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
+                    estimated = estimate(fakes)
+            counts, timings = estimated or estimate(leaves)
         else:
             counts = count_flops_and_bytes(traced, effects, leaves, micro_batch)
             phase("profiling")
@@ -212,7 +213,7 @@ def profile(
             ZERO_FORMULA,
             ZERO_FORMULA,
             working_bytes=grown_with_sizes(fit_counts(held, micro_batch), here).formula,
-            work=work_of({point: of[end].ran for point, of in timings.items() if end in of}, here),
+            work=work_of(tuple((point, of[end].ran) for point, of in timings.items() if end in of), here),
         )
     name = "" if chosen is None else chosen.name
     return Profile(
@@ -238,18 +239,9 @@ def _growing_on(
     return replace(forward, growing=ahead), replace(backward, growing=back), replace(weight, growing=of_weights)
 
 
-def _on_fake_tensors(traced: Traced, leaves: Sequence[Any], run: Callable[[Sequence[Any]], T]) -> T | None:
-    """Runs a function on fake tensors; None if they are in use already, or if the model needs values."""
-    if not is_faked():
-        with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
-            return run(fakes)
-    return None
-
-
 def _works(effects: Effects, counts: GraphCounts, here: SizePoint) -> dict[fx.Node, NodeWork]:
-    """Returns the operations of each node as formulas."""
     return {
-        node: work_of({point: run.probes[node].operations for point, run in counts.runs.items()}, here)
+        node: work_of(tuple((point, run.probes[node].operations) for point, run in counts.runs.items()), here)
         for node in effects.nodes
     }
 
@@ -272,7 +264,7 @@ def _estimates(
                 for point, run in counts.runs.items()
                 if point.others == here.others
             }
-        work = work_of({point: ran for point, (_, ran) in probed.items()}, here)
+        work = work_of(tuple((point, ran) for point, (_, ran) in probed.items()), here)
         for point, (size, ran) in probed.items():
             timings.setdefault(point, {})[end] = NodeTiming.estimated(work, size, hardware, point, ran)
     return timings

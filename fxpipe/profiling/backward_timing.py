@@ -1,12 +1,11 @@
 """Measures the backward of nodes, many in a row, as in a real backward.
 
-Nodes wait until the forwards have created `WINDOW_BYTES` bytes, or parameters copied to the device take too much
-memory; then all run backward, the last first. If each node ran backward directly after its forward, small nodes would
-take up to twice as long, since their code is cold, and large nodes too little, since their values are still in caches.
+Nodes wait until the forwards have created `WINDOW_BYTES` bytes, or copied parameters take too much memory; then all run
+backward, the last first. Directly after their forwards small nodes would take up to twice as long, since their code is
+cold, and large nodes too little, since their values are still in caches.
 
-A node with inputs and parameters runs backward twice: to all of them, and to its inputs alone. The second pass follows
-after the first pass of all nodes, with two exceptions, which reuse the graph: a product, whose gradients of inputs and
-parameters share nothing and are timed separately; and a node that takes long, for which warm caches matter little.
+A node with inputs and parameters runs backward twice: to all of them, and to its inputs alone, after the first pass of
+all nodes. A node that takes long, for which warm caches matter little, runs backward over one graph.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,17 +23,16 @@ import torch
 from torch import fx
 
 from fxpipe._torch.error_messages import has_no_way_back
-from fxpipe.profiling.node_kinds import NodeValue, TensorSignature
+from fxpipe.profiling.node_kinds import NodeValue
 from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.node_arguments import set_node_device
-from fxpipe.tracing.tensors import bytes_in, storage_of
+from fxpipe.tracing.tensors import bytes_in
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.utils import accelerator
 
 WINDOW_BYTES = 32 << 20  # bytes created by nodes with a pending backward
 # Limit of memory for parameters that were copied to a device for such nodes, as a share of its free memory.
 _PARAMETER_SHARE = 1 / 8
-_SUM_SAMPLES = 5  # samples of the seconds to add gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,116 +45,56 @@ class PendingBackward:
     totals: list[torch.Tensor | None]  # sums of gradients of parameters
     times: list[float]  # the list to append its seconds to
     then: PendingBackward | None = None  # a second pass over the same graph, to run immediately
-    includes_second_pass: bool = False  # its time includes the time of `then`
 
 
-@dataclass(slots=True)
 class BackwardQueue:
     """The nodes with a pending backward."""
 
-    clock: Clock
-    room: float = math.inf  # bytes for parameters that were copied to the device
-    first: list[PendingBackward] = field(default_factory=list)
-    again: list[tuple[PendingBackward, list[torch.Tensor]]] = field(
-        default_factory=list
-    )  # with the ends of the first way
-    _bytes: int = 0
-    _parameter_bytes: int = 0
-    _strides: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)  # strides of gradients, by the tensor
-
-    @classmethod
-    def on(cls, clock: Clock, device: torch.device | None) -> BackwardQueue:
+    def __init__(self, clock: Clock, device: torch.device | None):
         figures = None if device is None else accelerator.memory_figures(device)
-        return cls(clock) if figures is None else cls(clock, _PARAMETER_SHARE * figures.available)
+        self.clock = clock
+        # Bytes for parameters that were copied to the device.
+        self.room = math.inf if figures is None else _PARAMETER_SHARE * figures.available
+        self.first: list[PendingBackward] = []
+        self.again: list[PendingBackward] = []
+        self.clear()
 
     def __bool__(self) -> bool:
         return bool(self.first)
 
-    def wait(self, waiting: PendingBackward) -> None:
-        self.first.append(waiting)
-        self._count(waiting)
-
-    def add_second_pass(self, waiting: PendingBackward, ends: list[torch.Tensor]) -> None:
-        """Queues a second pass over a new graph; `ends` are the ends of the first pass."""
-        self.again.append((waiting, ends))
-        self._count(waiting)
-
-    def _count(self, waiting: PendingBackward) -> None:
+    def wait(self, waiting: PendingBackward, again: bool = False) -> None:
+        """Queues a node. `again`: for a second pass, over a new graph."""
+        (self.again if again else self.first).append(waiting)
         self._bytes += bytes_in(waiting.ends)
 
-    def hold_parameters(self, size: int) -> None:
-        """Counts the bytes of parameters that were copied to the device for pending nodes."""
-        self._parameter_bytes += size
-
-    @property
-    def is_full(self) -> bool:
-        return self._bytes > WINDOW_BYTES or self._parameter_bytes > self.room
+    def go_if_full(self) -> None:
+        if self._bytes > WINDOW_BYTES or self.parameter_bytes > self.room:
+            self.go()
 
     def go(self) -> None:
-        """Times all pending backwards.
-
-        Each starts from ones, since gradients after many nodes may become denormal, which is slow. The ones have the
-        strides of the gradients that the users of the node return.
-        """
+        """Times all pending backwards. Each starts from ones: gradients after many nodes may become denormal: slow."""
         while self.first:
             waiting = self.first.pop()
-            self._one(waiting, waiting.ends)
+            self._one(waiting)
             if waiting.then is not None:
-                self._one(waiting.then, waiting.ends)
-                if waiting.includes_second_pass:
-                    waiting.times[-1] += waiting.then.times[-1]
+                self._one(waiting.then)
         while self.again:
-            self._one(*self.again.pop())
+            self._one(self.again.pop())
         self.clear()
 
     def clear(self) -> None:
         self.first.clear()
         self.again.clear()
-        self._strides.clear()
-        self._bytes = self._parameter_bytes = 0
+        self._bytes = 0  # of their ends
+        self.parameter_bytes = 0  # of parameters that were copied to the device for them
 
-    def _one(self, waiting: PendingBackward, like: list[torch.Tensor]) -> None:
-        ones = [_ones_with_stride(t, self._strides.get(_memory_location(t))) for t in like]
+    def _one(self, waiting: PendingBackward) -> None:
+        ones = list(map(torch.ones_like, waiting.ends))
         with naming_node(waiting.node, "measuring"):
-            seconds, gradients = self.clock.backward_seconds(
+            seconds = self.clock.backward_seconds(
                 waiting.ends, waiting.starts, ones, waiting.totals, keeps_graph=waiting.then is not None
             )
         waiting.times.append(seconds)
-        for start, gradient in zip(waiting.starts, gradients, strict=False):
-            if gradient is not None and gradient.layout == torch.strided:
-                self._strides.setdefault(_memory_location(start), gradient.stride())
-
-
-@dataclass(slots=True)
-class GradientSumTimes:
-    clock: Clock
-    _seconds: dict[TensorSignature, float] = field(default_factory=dict)
-
-    def seconds(self, value: torch.Tensor) -> float:
-        """Measures the sum of two gradients of `value`, once for equal signatures."""
-        if value.layout != torch.strided:
-            return 0.0
-        like = TensorSignature.of(value)
-        if like not in self._seconds:
-            with torch.no_grad():
-                total, gradient = torch.zeros_like(value), torch.zeros_like(value)
-                samples = [self.clock.seconds(total.add_, gradient)[0] for _ in range(_SUM_SAMPLES + 1)]
-            self._seconds[like] = median(samples[1:])  # the first is a warm-up
-        return self._seconds[like]
-
-
-def _memory_location(tensor: torch.Tensor) -> Hashable:
-    """Returns a key for the memory of a tensor; a value and its detached copy have equal keys."""
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    return storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-
-
-def _ones_with_stride(like: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
-    if stride is None:
-        return torch.ones_like(like)
-    size = 1 + sum((n - 1) * s for n, s in zip(like.shape, stride, strict=True)) if like.numel() else 0
-    return torch.ones(size, dtype=like.dtype, device=like.device).as_strided(like.shape, stride)
 
 
 # -- Calls of nodes, prepared so that only the function runs while it is timed ---------------------------------------
@@ -197,16 +135,9 @@ def calls_on(traced: Traced, device: torch.device | None) -> dict[fx.Node, NodeC
 
 
 _TICKS = 30
+_LEAST_SHARE = 0.25  # of the seconds by `mark`: a shorter wait counts as inaccuracy
 _LEAST_WAIT = 1e-4  # seconds; both parts have separate clocks, which differ by less
-_NOT_BUSY = 10.0  # ratio of time off the core to time on it: no machine is so busy in every sample
 _SCHEDULED = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds on a core and waiting for one, time slices
-
-
-BackwardGradients = tuple[torch.Tensor | None, ...]
-
-
-def _do_nothing() -> None:
-    pass
 
 
 @dataclass(slots=True)
@@ -216,18 +147,17 @@ class Clock:
     - Accelerators: events in the device's stream. The device is kept busy (`HeadStart`) while the host queues the node
       and both events, as in a step whose host runs ahead, so the time of a node covers its kernels, not their launches
       (see `planning.plans.host_time`).
-    - The CPU with one thread: the processor time of this thread, which stops while another process has the core. Time
-      in which the node waits (for a disk, a lock, a server) is added.
-    - The CPU with several threads: wall-clock time.
+    - The CPU with one thread, on Linux: the processor time of this thread, which stops while another process has the
+      core. Time in which the node waits (for a disk, a lock, a server) is added.
+    - Else wall-clock time.
     """
 
     mark: Callable[[], Any]  # returns the current moment
     between: Callable[[Any, Any], float] = operator.sub  # seconds between the later moment and the earlier one
-    settle: Callable[[], object] = _do_nothing  # returns when the device is idle
+    settle: Callable[[], object] = bool  # returns when the device is idle; `bool`: at once
     device: torch.device | None = None  # device for the overhead of autograd; None: no overhead is subtracted
     tick: float = 0.0  # seconds between two marks with nothing in between
     waited: Callable[[], float] = float  # seconds that this thread has waited so far, but not for a core
-    share: float = 0.25  # relative to the seconds by `mark`: a shorter wait counts as inaccuracy
 
     @classmethod
     def on(cls, device: torch.device) -> Clock:
@@ -238,9 +168,8 @@ class Clock:
         elif _SCHEDULED.exists():
             clock = cls(time.thread_time, device=device, waited=_seconds_without_work)
         else:
-            clock = cls(time.thread_time, device=device, waited=_seconds_off_core, share=_NOT_BUSY)
-        ticks = [clock.seconds(_do_nothing)[0] for _ in range(_TICKS)]
-        clock.tick = median(ticks)
+            clock = cls(time.perf_counter, device=device)
+        clock.tick = median([clock.seconds(bool)[0] for _ in range(_TICKS)])
         return clock
 
     def seconds(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
@@ -252,7 +181,7 @@ class Clock:
         end = self.mark()
         waited = self.waited() - waited_before
         seconds = max(0.0, self.between(end, start) - self.tick)
-        return seconds + (waited if waited > max(_LEAST_WAIT, self.share * seconds) else 0.0), result
+        return seconds + (waited if waited > max(_LEAST_WAIT, _LEAST_SHARE * seconds) else 0.0), result
 
     def backward_seconds(
         self,
@@ -261,8 +190,8 @@ class Clock:
         gradients: Sequence[torch.Tensor],
         totals: Sequence[torch.Tensor | None],
         keeps_graph: bool = False,
-    ) -> tuple[float, BackwardGradients]:
-        """Measures backward from `ends` to `starts`, as a part of a longer backward; returns also the gradients.
+    ) -> float:
+        """Measures backward from `ends` to `starts`, as a part of a longer backward.
 
         Calling autograd takes longer than a small node, and a real backward calls it once for all nodes. So the
         overhead, measured just before, is subtracted; by chance the result may be negative.
@@ -273,24 +202,22 @@ class Clock:
             keeps_graph: keep the graph for another backward.
         """
         if not ends or not starts:
-            return 0.0, ()
+            return 0.0
         with torch.autograd.set_multithreading_enabled(False):  # as in a stage: in this thread, on all devices
-            by_itself = self._overhead(len(ends), len(starts))
+            by_itself = 0.0
+            if self.device is not None:
+                count = max(len(ends), len(starts))
+                tensors = [torch.zeros((), device=self.device, requires_grad=True) for _ in range(count)]
+                ones = [torch.ones_like(t) for t in tensors[: len(ends)]]
+                empty = tensors[: len(ends)], tensors[: len(starts)], ones, ()
+                by_itself = self.seconds(_run_backward, *empty)[0]
             try:
-                seconds, results = self.seconds(_run_backward, ends, starts, gradients, totals, keeps_graph)
+                seconds, _ = self.seconds(_run_backward, ends, starts, gradients, totals, keeps_graph)
             except RuntimeError as error:
                 if not has_no_way_back(error):
                     raise
-                return 0.0, ()
-        return seconds - by_itself, results
-
-    def _overhead(self, ends: int, starts: int) -> float:
-        """Measures an empty call of autograd with these numbers of tensors."""
-        if self.device is None:
-            return 0.0
-        tensors = [torch.zeros((), device=self.device, requires_grad=True) for _ in range(max(ends, starts))]
-        ones = [torch.ones_like(t) for t in tensors[:ends]]
-        return self.seconds(_run_backward, tensors[:ends], tensors[:starts], ones, ())[0]
+                return 0.0
+        return seconds - by_itself
 
 
 def _run_backward(
@@ -299,21 +226,16 @@ def _run_backward(
     gradients: Sequence[torch.Tensor],
     totals: Sequence[torch.Tensor | None],
     keeps_graph: bool = False,
-) -> BackwardGradients:
+) -> None:
     results = torch.autograd.grad(ends, starts, gradients, retain_graph=keeps_graph, allow_unused=True)
     for gradient, total in zip(results, totals, strict=False):
         if total is not None and gradient is not None:
             total.add_(gradient)
-    return results
-
-
-def _seconds_off_core() -> float:
-    return time.perf_counter() - time.thread_time()
 
 
 def _seconds_without_work() -> float:
     """Returns the seconds in which this thread has neither run nor waited for a core."""
-    return _seconds_off_core() - int(_SCHEDULED.read_bytes().split()[1]) / 1e9
+    return time.perf_counter() - time.thread_time() - int(_SCHEDULED.read_bytes().split()[1]) / 1e9
 
 
 _HEAD_START = 3e-4  # seconds for the host to queue the timed work: a call from Python, or of autograd, takes less
@@ -327,25 +249,20 @@ class HeadStart:
     It multiplies small matrices, to leave the caches alone, with `out=`, which autocast ignores.
     """
 
-    def __init__(self, device: torch.device, seconds: float = _HEAD_START):
-        self._device = device
+    def __init__(self, device: torch.device):
+        self._device, stream = device, accelerator.current_stream(device)
         for side in _SIDES:
             self._matrices = [torch.zeros(side, side, device=device) for _ in range(3)]
-            of_one = self._product_seconds()
+            for _ in range(2):  # the first is a warm-up
+                self._multiply()
+                accelerator.synchronize(device)
+                start = accelerator.record_event(stream, timing=True)
+                self._multiply()
+                end = accelerator.record_event(stream, timing=True)
+            of_one = accelerator.seconds_between(start, end)
             if of_one >= _LONG_LAUNCH:
                 break
-        self._count = math.ceil(seconds / max(of_one, _LONG_LAUNCH))
-
-    def _product_seconds(self) -> float:
-        """Measures one product, after a warm-up."""
-        stream, marks = accelerator.current_stream(self._device), []
-        for _ in range(2):
-            self._multiply()
-            accelerator.synchronize(self._device)
-            marks = [accelerator.record_event(stream, timing=True)]
-            self._multiply()
-            marks.append(accelerator.record_event(stream, timing=True))
-        return accelerator.seconds_between(*marks)
+        self._count = math.ceil(_HEAD_START / max(of_one, _LONG_LAUNCH))
 
     def _multiply(self) -> None:
         with torch.no_grad():
@@ -359,7 +276,6 @@ class HeadStart:
 
 
 def _event_clock(device: torch.device) -> Clock:
-    """Makes a clock of a device. Its times exclude the host's calls of autograd, so no overhead is subtracted."""
 
     def mark() -> torch.Event:
         return accelerator.record_event(accelerator.current_stream(device), timing=True)

@@ -13,17 +13,16 @@ from `torch.utils.flop_counter`; this module adds the missing ones.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.operators import attention_on_cpu, schema_of
 from fxpipe.hardware import NodeWork, Operation
-from fxpipe.tracing.tensors import storage_of
+from fxpipe.tracing.tensors import storage_of, tensors_in
 from fxpipe.utils.polynomial import Polynomial, SizePoint, fit_counts
 
 _aten = torch.ops.aten
@@ -36,19 +35,14 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     packet = getattr(func, "overloadpacket", func)
     name = str(getattr(packet, "__name__", ""))
     if name.startswith(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")):
-        once = _recurrent_flops(name, args)
-        return 2 * once if name.endswith("backward") else once
+        # Each weight is used in each step of each sequence.
+        weights = args[1:3] if name.startswith("mkldnn") else [w for w in args[1] if w.dim() > 1]
+        rows = args[0].numel() // args[0].shape[-1]
+        return int((4 if name.endswith("backward") else 2) * rows * sum(w.numel() for w in weights))
     if name in _PRODUCT_FLOPS:
         return int(_PRODUCT_FLOPS[name](args))
     formula = flop_registry.get(_SAME_WORK.get(packet, packet))
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
-
-
-def _recurrent_flops(name: str, args: Sequence[Any]) -> int:
-    """Counts the FLOPs of a recurrent layer: each weight is used in each step of each sequence."""
-    weights = args[1:3] if name.startswith("mkldnn") else [w for w in args[1] if w.dim() > 1]
-    rows = args[0].numel() // args[0].shape[-1]
-    return int(2 * rows * sum(w.numel() for w in weights))
 
 
 # Products with vectors, and sums of products, by the arguments of the operation.
@@ -80,38 +74,27 @@ class NodeOperations:
 NO_OPERATIONS = NodeOperations()
 
 
-def work_of(by_size: Mapping[SizePoint, NodeOperations], here: SizePoint) -> NodeWork:
+@functools.lru_cache(maxsize=4096)
+def work_of(by_size: tuple[tuple[SizePoint, NodeOperations], ...], here: SizePoint) -> NodeWork:
     """Fits formulas to the operations at several numbers of samples and dynamic sizes; they are exact for `here`.
 
     Sizes at which other operations ran are ignored. Counts known at one size only are taken to grow with the batch.
     """
-    return _work_of(tuple(by_size.items()), here)
-
-
-@functools.lru_cache(maxsize=4096)
-def _work_of(by_size: tuple[tuple[SizePoint, NodeOperations], ...], here: SizePoint) -> NodeWork:
     ran_here = dict(by_size)[here]
 
     def operations(which: str) -> tuple[Operation, ...]:
         wanted = [dtype for dtype, _, _ in getattr(ran_here, which)]
         rows = {size: getattr(ran, which) for size, ran in by_size}
         same_types = {size: row for size, row in rows.items() if [dtype for dtype, _, _ in row] == wanted}
-        return tuple(
-            Operation(
-                dtype,
-                *(_fit_to_polynomial(tuple((s, row[k][i]) for s, row in same_types.items()), here) for i in (1, 2)),
-            )
-            for k, dtype in enumerate(wanted)
-        )
+
+        def formula(k: int, i: int) -> Polynomial:
+            fitted = fit_counts(tuple((size, row[k][i]) for size, row in same_types.items()), here)
+            is_work = all(c >= 0 for _, c in fitted.terms)
+            return fitted if is_work else fit_counts(((here, same_types[here][k][i]),), here)
+
+        return tuple(Operation(dtype, formula(k, 1), formula(k, 2)) for k, dtype in enumerate(wanted))
 
     return NodeWork(*(operations(field.name) for field in fields(NodeOperations)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _fit_to_polynomial(counted: tuple[tuple[SizePoint, int], ...], here: SizePoint) -> Polynomial:
-    fitted = fit_counts(counted, here)
-    is_work = all(c >= 0 for _, c in fitted.terms)
-    return fitted if is_work else fit_counts(((here, dict(counted)[here]),), here)
 
 
 # These read no more of their first argument than the size of their result.
@@ -121,7 +104,7 @@ _ALLOCATIONS = frozenset("empty empty_like empty_strided new_empty new_empty_str
 
 def compute_dtype(func: Any, args: tuple[Any, ...]) -> str:
     """Returns the compute dtype of an operation, by its name; TF32 if torch would use it for float32 on a GPU."""
-    dtype = next((t.dtype for t in _tensors_of(args) if t.is_floating_point() or t.is_complex()), torch.float32)
+    dtype = next((t.dtype for t in tensors_in(args) if t.is_floating_point() or t.is_complex()), torch.float32)
     if dtype is torch.float32:
         is_convolution = "conv" in func.overloadpacket.__name__
         backends: Any = torch.backends
@@ -135,27 +118,20 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
     name = func.overloadpacket.__name__
     if name in _ALLOCATIONS:
         return 0
-    read = {id(t): t for t in _tensors_of((args, kwargs))}  # several may be parts of one storage
+    read = {id(t): t for t in tensors_in((args, kwargs))}  # several may be parts of one storage
     storages = {*map(storage_of, read.values())}
-    results = [t for t in _tensors_of(result) if storage_of(t) not in storages]
-    written = list(_written_arguments(func, args, kwargs))
+    results = [t for t in tensors_in(result) if storage_of(t) not in storages]
+    written: list[torch.Tensor] = []
+    for place, argument in enumerate(schema_of(func).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            is_named = argument.kwarg_only or place >= len(args)
+            written += tensors_in(kwargs.get(argument.name) if is_named else args[place])
     if not results and not written:
         return 0  # a view
     sizes = {key: _tensor_bytes(t) for key, t in read.items()}
     if name in _GATHERS:
         sizes[id(args[0])] = sum(map(_tensor_bytes, results))
     return sum(sizes.values()) + sum(map(_tensor_bytes, (*results, *written)))
-
-
-def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for place, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place]
-            yield from _tensors_of(value)
-
-
-def _tensors_of(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> int:

@@ -46,22 +46,18 @@ def parameter_bytes(traced: Traced) -> dict[fx.Node, sympy.Expr]:
 def output_bytes(
     traced: Traced, effects: Effects, seen: Mapping[fx.Node, int], samples: int
 ) -> dict[fx.Node, sympy.Expr]:
-    """Computes for each working node the new memory of its value; 0 if it shares older memory.
+    """Computes for each working node the new memory of its value; 0 for a view, an argument, a part of a tuple.
 
     If a size depends on values (`x[mask]`), the bytes `seen` with `samples` samples are assumed to grow with the batch.
     """
     bytes_of = {}
     sizes = {traced.batch, *traced.dynamic.symbols}
     for node in traced.nodes:
-        size = sympy.Integer(0) if shares_memory(effects, node) else _node_bytes(node)
+        alias = effects.alias[node]
+        is_view = alias is not None and alias in {effects.alias[n] for n in node.all_input_nodes}
+        size = sympy.Integer(0) if is_view or node in effects.same else _node_bytes(node)
         bytes_of[node] = -(-seen[node] // samples) * traced.batch if size.free_symbols - sizes else size
     return bytes_of
-
-
-def shares_memory(effects: Effects, node: fx.Node) -> bool:
-    """Returns whether a node's value is in older memory: a view, an argument, a part of a tuple."""
-    alias = effects.alias[node]
-    return node in effects.same or (alias is not None and alias in {effects.alias[n] for n in node.all_input_nodes})
 
 
 def bytes_of_values(nodes: Iterable[fx.Node]) -> sympy.Expr:
@@ -97,12 +93,8 @@ def grown_with_sizes(counted: Polynomial, here: SizePoint) -> Polynomial:
     )
 
 
-# Seconds as a line over the micro-batch size.
-#
-# seconds │            ╱● requested         The line goes through the seconds at the requested size. Neither part is
-#         │       ╱●                        negative: if noise would make one negative, it is 0.
-#   fixed ├──╱
-#         └───────┴─────┴── samples
+# Seconds are a line over the micro-batch size, through the seconds at the requested size. Neither part is negative: if
+# noise would make one negative, it is 0.
 
 
 def sizes_to_measure(traced: Traced, micro_batch: int, wanted: int | None = None) -> Iterator[int]:
@@ -126,11 +118,10 @@ def fit_seconds(by_size: Mapping[int, float], micro_batch: int, grows: bool = Tr
     """
     here = by_size[micro_batch]
     runs = {size - micro_batch: seconds - here for size, seconds in by_size.items() if size != micro_batch}
+    slope = here / micro_batch if grows else 0.0
     if runs:
         slope = sum(run * rise for run, rise in runs.items()) / sum(run * run for run in runs)
         slope = min(max(slope, 0.0), here / micro_batch)
-    else:
-        slope = here / micro_batch if grows else 0.0
     return Seconds(max(0.0, here - slope * micro_batch), slope)
 
 
@@ -139,7 +130,6 @@ def fit_seconds(by_size: Mapping[int, float], micro_batch: int, grows: bool = Tr
 
 
 def work_formulas(node: fx.Node, flops: sympy.Expr, backward_flops: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """Returns the formulas with which the seconds of a node grow, forward and backward."""
     moved = bytes_of_values((*(n for n in node.all_input_nodes if n.op != "get_attr"), node))
     return flops or moved, backward_flops or flops or moved
 
@@ -180,10 +170,9 @@ def other_lengths(traced: Traced, symbol: sympy.Symbol, samples: int, lengths: L
     """Yields dynamic sizes that differ from these in one, for which the graph holds; smaller ones first."""
     size, step = dict(lengths)[symbol], _step(traced, symbol)
     wanted = (size // 2, size // 4, 3 * size // 4, size - step, size + step, size + 2 * step, 2 * size, 3 * size)
-    sizes = (size + step * round((one - size) / step) for one in wanted)
-    for other in dict.fromkeys(one for one in sizes if one >= 2 and one != size):
+    for other in dict.fromkeys(size + step * round((one - size) / step) for one in wanted):
         changed = tuple((s, other if s == symbol else own) for s, own in lengths)
-        if traced.holds_at(samples, changed):
+        if other >= 2 and other != size and traced.holds_at(samples, changed):
             yield changed
 
 

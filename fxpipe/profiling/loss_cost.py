@@ -22,7 +22,7 @@ from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.backward_timing import Clock
 from fxpipe.profiling.flops import NodeOperations
 from fxpipe.profiling.node_kinds import as_leaf
-from fxpipe.profiling.probe import probe_loss
+from fxpipe.profiling.probe import OperationCounter
 from fxpipe.runtime.losses import check_loss_function, checked_loss
 from fxpipe.runtime.step_inputs import target_dims
 from fxpipe.tracing.fake_tensors import fake_if_active
@@ -111,9 +111,20 @@ class MicroBatchLoss:
             seconds, (loss, starts) = clock.seconds(self)
             ends = [loss] if loss.requires_grad else []
             forward.append(seconds)
-            backward.append(clock.backward_seconds(ends, starts, list(map(torch.ones_like, ends)), ())[0])
+            backward.append(clock.backward_seconds(ends, starts, list(map(torch.ones_like, ends)), ()))
         return median(forward[1:]), max(0.0, median(backward[1:]))  # the first is a warm-up
 
     def probe(self) -> tuple[int, NodeOperations]:
         """Counts the peak bytes in addition to the outputs, with their gradients; records the operations."""
-        return probe_loss(self, (*tensors_in(self.outputs), *tensors_in(self.target)))
+        counter = OperationCounter()
+        with counter, torch.autograd.set_multithreading_enabled(False):
+            counter.begin((*tensors_in(self.outputs), *tensors_in(self.target)))
+            loss, starts = self()
+            forward, ones = counter.take(), torch.ones_like(loss)
+            counter.take()
+            gradients: Any = ()
+            if loss.requires_grad and starts:
+                gradients = torch.autograd.grad(loss, starts, ones, allow_unused=True)
+            backward = counter.take()
+        del gradients  # not earlier: they count
+        return counter.most, NodeOperations(forward, backward, backward)

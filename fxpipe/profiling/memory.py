@@ -11,20 +11,19 @@ sizes it also runs at some of these: each size alone, then combinations of the s
       └───┴──┴─────┴── samples
 
 The first run observes which storages are saved. Their bytes are the formula of a shape if they belong to a value, else
-they are fitted to the counts (`fit_counts`). Values do not matter: on the CPU zeros replace matrix products
-(`SkipMatmul`), and in the other runs one node of each kind runs. A run that depends on values is repeated with values.
+they are fitted to the counts (`fit_counts`). In the other runs on fake tensors or a CPU one node of each kind runs; a
+run that depends on values is repeated with all nodes.
 
 Not exact: other micro-batches for which views become copies or other kernels run; workspaces that a library allocates
-in steps; a view copied to another device, whose copy has the size of the view; tensors that a function keeps outside of
-autograd and of the attributes of its context.
+in steps; a view copied to another device; tensors that a function keeps outside of autograd and of its context.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +34,7 @@ from torch import fx
 from fxpipe.profiling.formulas import other_lengths, planned_lengths, resize_inputs, size_point
 from fxpipe.profiling.probe import Probe
 from fxpipe.profiling.profile_data import SavedStorage
-from fxpipe.profiling.saved_storages import ObservedStorage, StorageObservations, ValueLabel, observe_storages
-from fxpipe.profiling.skip_matmul import SkipMatmul
+from fxpipe.profiling.saved_storages import INPUT_PLACE, ObservedStorage, StorageObservations, observe_storages
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import in_fake_mode, is_faked
 from fxpipe.tracing.model_state import preserve_state, slots_of
@@ -44,7 +42,7 @@ from fxpipe.tracing.node_info import bytes_at, info
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects
-from fxpipe.utils.polynomial import Monomial, SizePoint, fit_counts, polynomial_through
+from fxpipe.utils.polynomial import SizePoint, fit_counts, polynomial_through
 
 # -- Temporary memory of a stage, in addition to parameters, gradients and saved storages ----------------------------
 #
@@ -58,49 +56,28 @@ from fxpipe.utils.polynomial import Monomial, SizePoint, fit_counts, polynomial_
 # residual of a block, while its branch runs).
 
 
-@dataclass(frozen=True, slots=True)
-class StorageLifetime:
-    """The lifetime of a storage that does not belong to the model, from its first node to its last."""
-
-    bytes: sympy.Expr
-    maker: int  # place of the node that creates it; -1: an input that no node writes to
-    users: tuple[int, ...]  # places of the nodes that read it, ascending; the number of nodes: the model's output
-    savers: tuple[int, ...] = ()  # places of the nodes whose backward needs it, ascending
-    returns: bool = False  # it receives a gradient
-
-
-@dataclass(frozen=True, slots=True)
-class TemporaryBytes:
-    forward: sympy.Expr
-    backward: sympy.Expr
-
-
 def working_bytes_of(
-    storages: Sequence[StorageLifetime],
-    temporaries: Sequence[TemporaryBytes],
+    storages: Sequence[tuple[ObservedStorage, sympy.Expr]],
+    temporaries: Sequence[tuple[sympy.Expr, sympy.Expr]],
     batch: sympy.Symbol,
     samples: int,
     lengths: Lengths = (),
 ) -> tuple[sympy.Expr, ...]:
-    """Computes temporary bytes for each node by the rule above; if not polynomials, the larger at `samples`."""
-    forward: dict[int, list[sympy.Expr]] = defaultdict(list)
-    backward: dict[int, list[sympy.Expr]] = defaultdict(list)
-    end = len(temporaries)
-    for storage in storages:
-        for place in {storage.maker, *storage.users} - {-1, end}:
+    """Computes temporary bytes for each node by the rule above; if not polynomials, the larger at `samples`.
+
+    `storages`: with their bytes. `temporaries`: of each node, forward and backward.
+    """
+    forward = [[one] for one, _ in temporaries]
+    backward = [[one] for _, one in temporaries]
+    for storage, size in storages:
+        for place in {storage.maker, *storage.users} - {INPUT_PLACE, len(temporaries)}:
             if storage.maker >= 0 and not (storage.savers and storage.savers[0] <= place):
-                forward[place].append(storage.bytes)
+                forward[place].append(size)
             if storage.returns:
-                backward[place].append(storage.bytes)
+                backward[place].append(size)
     return tuple(
-        larger_formula(
-            sum_formulas((*forward[place], temporary.forward)),
-            sum_formulas((*backward[place], temporary.backward)),
-            batch,
-            samples,
-            lengths,
-        )
-        for place, temporary in enumerate(temporaries)
+        larger_formula(sum_formulas(tuple(ahead)), sum_formulas(tuple(back)), batch, samples, lengths)
+        for ahead, back in zip(forward, backward, strict=True)
     )
 
 
@@ -127,27 +104,6 @@ def larger_formula(
         monomials = {d: sympy.Mul(*(size**power for size, power in zip(sizes, d, strict=True))) for d in degrees}
         return sympy.Add(*(max(side.get(d, sympy.Integer(0)) for side in both) * monomials[d] for d in degrees))
     return max(left, right, key=lambda formula: bytes_at(formula, batch, samples, lengths))
-
-
-# -- Nodes whose values no Python reads (a hook, an opaque module or function), directly or later ---------------------
-
-
-def unread_nodes(effects: Effects) -> frozenset[fx.Node]:
-    """Finds the nodes in one walk from the end: inputs of a read node are read as well, and so is their memory."""
-    unread: set[fx.Node] = set()
-    read: set[fx.Node] = set()
-    memory: set[int | None] = set()  # alias classes
-    for node, written in zip(reversed(effects.nodes), reversed(effects.written_classes), strict=True):
-        is_read = node in read or effects.alias[node] in memory or not memory.isdisjoint(written)
-        if is_read or runs_python(node):
-            read.update(node.all_input_nodes)
-            memory.update(alias for n in node.all_input_nodes if (alias := effects.alias[n]) is not None)
-        else:
-            unread.add(node)
-    return frozenset(unread)
-
-
-MAX_TRIED_SAMPLES = 13  # largest number of samples tried in other runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,204 +141,32 @@ def count_flops_and_bytes(
     lengths = planned_lengths(traced, leaves)
     here = size_point(samples, lengths)
     with in_fake_mode(), torch.inference_mode(False), torch.enable_grad():
-        runs = _run_at_sizes(traced, effects, leaves, samples, lengths, keeps_outputs)
-    seen = tuple(runs[here].seen.values())
-    storages = tuple(_storage(traced, s, runs, samples, lengths) for s in seen)
+        runs = _SizeRuns(traced, effects, leaves, samples, lengths, keeps_outputs).run()
+    storages = [(s, _storage_bytes(traced, s, runs, samples, lengths)) for s in runs[here].seen.values()]
     probes = [{size: run.probes[node] for size, run in runs.items()} for node in effects.nodes]
 
     def formula(number: Callable[[Probe], int]) -> list[sympy.Expr]:
         return [fit_counts(tuple((size, number(p)) for size, p in of_node.items()), here).formula for of_node in probes]
 
-    temporaries = tuple(
-        map(TemporaryBytes, formula(lambda p: p.temporary_bytes), formula(lambda p: p.backward_temporary_bytes))
-    )
+    forward, backward = formula(lambda p: p.temporary_bytes), formula(lambda p: p.backward_temporary_bytes)
     saved: list[list[sympy.Expr]] = [[] for _ in effects.nodes]
-    for s in storages:
-        if s.savers and s.maker >= 0:
-            saved[s.savers[0]].append(s.bytes)
+    entries = []
+    for s, size in storages:
+        if not s.savers:
+            continue
+        if s.maker >= 0:
+            saved[s.savers[0]].append(size)
+        # A stage writes to clones of received values, so the last writer is the maker.
+        maker = max((s.maker, *(w for w in s.writers if w <= s.savers[0])))
+        entries.append(SavedStorage(size, maker, tuple(s.savers)))
     nodes = map(
         NodeCounts,
         formula(lambda p: p.flops),
         formula(lambda p: p.backward_flops),
         (sum_formulas(tuple(bytes)) for bytes in saved),
-        working_bytes_of(storages, temporaries, traced.batch, samples, lengths),
+        working_bytes_of(storages, [*zip(forward, backward, strict=True)], traced.batch, samples, lengths),
     )
-    return GraphCounts(
-        dict(zip(effects.nodes, nodes, strict=True)),
-        tuple(_saved_storage(*pair) for pair in zip(seen, storages, strict=True) if pair[0].savers),
-        runs,
-    )
-
-
-# -- runs ------------------------------------------------------------------------------------------------------------
-
-
-def _run_at_sizes(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, lengths: Lengths, keeps_outputs: bool
-) -> dict[SizePoint, StorageObservations]:
-    """Runs the graph for a micro-batch, for two other numbers of samples, and for a third if these are on no line.
-
-    With dynamic sizes it then runs at others of these.
-    """
-    nodes = unread_nodes(effects)
-    values = (*tensors_in(leaves), *slots_of(traced.model).values())
-    one_of_a_kind = is_faked() or (len(nodes) == len(effects.nodes) and all(t.device.type == "cpu" for t in values))
-    here = size_point(samples, lengths)
-    runs = {here: _run_at_size(traced, effects, leaves, samples, lengths, nodes, False, keeps_outputs)}
-
-    def run_also(size: int, others: Lengths) -> bool:
-        point = size_point(size, others)
-        if point not in runs:
-            try:
-                runs[point] = _run_at_size(traced, effects, leaves, size, others, nodes, one_of_a_kind, keeps_outputs)
-            except Exception:  # the model does not accept the size, or has another graph for it
-                return False
-        return True
-
-    for size in _other_sizes(traced, samples, lengths):
-        if len(runs) == 4 or (len(runs) == 3 and not _grows_unevenly(runs)):
-            break
-        run_also(size, lengths)
-    if lengths:
-        _run_at_other_lengths(traced, sorted(point.b for point in runs), samples, lengths, runs, run_also)
-    return runs
-
-
-MAX_LENGTH_RUNS = 40  # limit of runs at other dynamic sizes; if more are needed, some terms are guessed
-
-
-def _run_at_other_lengths(
-    traced: Traced,
-    batches: Sequence[int],
-    samples: int,
-    lengths: Lengths,
-    runs: Mapping[SizePoint, StorageObservations],
-    run_also: Callable[[int, Lengths], bool],
-) -> None:
-    """Runs the graph at other dynamic sizes, with few samples: each size alone, then combinations.
-
-    `batches`: numbers of samples at which it has run, ascending.
-    """
-    few = batches[0]
-    axes: list[list[tuple[sympy.Symbol, int]]] = []  # for each size the values that its counts need
-    for symbol, size in lengths:
-        known = [size]
-        for others in other_lengths(traced, symbol, few, lengths):
-            line = {
-                point: run for point, run in runs.items() if point.b == few and _differs_only(point, symbol, lengths)
-            }
-            if len(known) == 4 or (len(known) == 3 and not _grows_unevenly(line)):
-                break
-            if run_also(few, others):
-                known.append(dict(others)[symbol])
-        line = {point: run for point, run in runs.items() if point.b == few and _differs_only(point, symbol, lengths)}
-        axes.append([(symbol, value) for value in known[: _degree_along(line) + 1]])
-    of_batch = {point: run for point, run in runs.items() if point.others == size_point(few, lengths).others}
-    counts = batches[: _degree_along(of_batch) + 1]
-    for number, (size, *others) in enumerate(itertools.product(counts, *axes)):
-        if number >= MAX_LENGTH_RUNS:
-            break
-        if traced.holds_at(size, tuple(others)):
-            run_also(size, tuple(others))
-
-
-def _differs_only(point: SizePoint, symbol: sympy.Symbol, lengths: Lengths) -> bool:
-    return all(dict(point.others)[s.name] == size for s, size in lengths if s != symbol)
-
-
-def _degree_along(runs: Mapping[SizePoint, StorageObservations]) -> int:
-    """Returns the highest degree of the counts along one size; 2 if no polynomial fits."""
-    fitted = (polynomial_through(_along(series)) for series in _count_series(runs))
-    return max((2 if one is None else max((_power(m) for m, _ in one.terms), default=0) for one in fitted), default=0)
-
-
-def _power(monomial: Monomial) -> int:
-    return sum(power for _, power in monomial)
-
-
-def _along(series: Sequence[tuple[SizePoint, int]]) -> list[tuple[int, int]]:
-    """Returns the counts by the one size that differs."""
-    values = [tuple(point.values.values()) for point, _ in series]
-    (place, *_) = [*(k for k, of in enumerate(zip(*values, strict=True)) if len({*of}) > 1), 0]
-    return [(value[place], count) for value, (_, count) in zip(values, series, strict=True)]
-
-
-def _run_at_size(
-    traced: Traced,
-    effects: Effects,
-    leaves: Sequence[Any],
-    size: int,
-    lengths: Lengths,
-    nodes: Collection[fx.Node],
-    once: bool,
-    keeps_outputs: bool,
-) -> StorageObservations:
-    """Runs the graph at a size, with as little arithmetic as the counts allow.
-
-    `nodes`: nodes whose values no Python reads. `once`, `keeps_outputs`: see `observe_storages`.
-    """
-    sample = resize_inputs(traced, leaves, size, lengths)
-    attempts = [(True, SkipMatmul(nodes, has_zeros=True))] if once else []
-    for is_once, products in (*attempts, (False, SkipMatmul(nodes))):
-        try:
-            with preserve_state(traced.model):  # an opaque module may write to memory that it does not own
-                return observe_storages(traced, effects, sample, products, is_once, keeps_outputs)
-        except Exception:  # something depends on values, or the next run raises it, too
-            if not products.has_zeros:
-                raise
-    with preserve_state(traced.model):
-        return observe_storages(traced, effects, sample, SkipMatmul(), False, keeps_outputs)
-
-
-def _other_sizes(traced: Traced, samples: int, lengths: Lengths) -> list[int]:
-    """Orders the sizes to try: small ones; for few samples also twice their number, since small tensors may all fit
-    into one page of memory of a library."""
-    twice = [2 * samples] if 1 < samples <= 4 else []
-    sizes = dict.fromkeys([2, *twice, *range(3, MAX_TRIED_SAMPLES + 1)])
-    return [size for size in sizes if size != samples and traced.holds_at(size, lengths)]
-
-
-def _grows_unevenly(runs: Mapping[SizePoint, StorageObservations]) -> bool:
-    """Returns whether a count is neither constant nor on a line, along the one size that differs."""
-    return any(polynomial_through(_along(series)) is None for series in _count_series(runs))
-
-
-_PROBED = ("flops", "backward_flops", "temporary_bytes", "backward_temporary_bytes")
-
-
-def _count_series(runs: Mapping[SizePoint, StorageObservations]) -> set[tuple[tuple[SizePoint, int], ...]]:
-    """Returns all counts of these runs, each by the sizes of the runs."""
-    first, *others = runs.values()
-    probes = {tuple(run.probes[node] for run in runs.values()) for node in first.probes}
-    counts = {tuple(getattr(probe, name) for probe in of) for of in probes for name in _PROBED}
-    seen = {(storage.bytes, *(run.bytes(storage.label) for run in others)) for storage in first.seen.values()}
-    known: set[tuple[int, ...]] = counts | {
-        tuple(n for n in numbers if n is not None) for numbers in seen if None not in numbers
-    }
-    return {tuple(zip(runs, numbers, strict=True)) for numbers in known}
-
-
-# -- storages --------------------------------------------------------------------------------------------------------
-
-
-def _storage(
-    traced: Traced,
-    seen: ObservedStorage,
-    runs: Mapping[SizePoint, StorageObservations],
-    samples: int,
-    lengths: Lengths,
-) -> StorageLifetime:
-    maker = seen.maker
-    if maker < 0 and seen.writers:
-        maker = seen.writers[0]  # a stage that writes to an input writes to a clone
-    formula = _storage_bytes(traced, seen, runs, samples, lengths)
-    return StorageLifetime(formula, maker, tuple(sorted(seen.users)), tuple(sorted(seen.savers)), seen.returns)
-
-
-def _saved_storage(seen: ObservedStorage, storage: StorageLifetime) -> SavedStorage:
-    """Makes the entry of a profile. A stage writes to clones of received values, so the last writer is the maker."""
-    writers = [w for w in seen.writers if w <= seen.savers[0]]
-    return SavedStorage(storage.bytes, max((storage.maker, *writers)), storage.savers)
+    return GraphCounts(dict(zip(effects.nodes, nodes, strict=True)), tuple(entries), runs)
 
 
 def _storage_bytes(
@@ -393,11 +177,113 @@ def _storage_bytes(
     lengths: Lengths,
 ) -> sympy.Expr:
     label = seen.label
-    if isinstance(label, ValueLabel) and label.part == 0 and label.tensor < len(info(label.node).shapes):
-        formula = info(label.node).full_shapes[label.tensor].bytes
+    if label.is_in_value and label.part == 0 and label.index < len(info(label.node).shapes):
+        formula = info(label.node).full_shapes[label.index].bytes
         is_told = formula.free_symbols <= {traced.batch, *traced.dynamic.symbols}
         # It may be a part of a larger storage, which stays allocated.
         if is_told and bytes_at(formula, traced.batch, samples, lengths) == seen.bytes:
             return formula
     counted = tuple((size, number) for size, run in runs.items() if (number := run.bytes(label)) is not None)
     return fit_counts(counted, size_point(samples, lengths)).formula
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+MAX_TRIED_SAMPLES = 13  # largest number of samples tried in other runs
+MAX_LENGTH_RUNS = 40  # limit of runs at other dynamic sizes; if more are needed, some terms are guessed
+_PROBED = ("flops", "backward_flops", "temporary_bytes", "backward_temporary_bytes")
+
+
+@dataclass(slots=True)
+class _SizeRuns:
+    traced: Traced
+    effects: Effects
+    leaves: Sequence[Any]
+    samples: int
+    lengths: Lengths
+    keeps_outputs: bool
+    runs: dict[SizePoint, StorageObservations] = field(default_factory=dict)
+    _once: bool = False  # one node of each kind runs
+
+    def run(self) -> dict[SizePoint, StorageObservations]:
+        """Runs for the micro-batch, for two other numbers of samples, and for a third if these are on no line."""
+        samples, runs = self.samples, self.runs
+        runs[size_point(samples, self.lengths)] = self._observe(samples, self.lengths)
+        values = (*tensors_in(self.leaves), *slots_of(self.traced.model).values())
+        reads = any(map(runs_python, self.effects.nodes))
+        self._once = is_faked() or (not reads and all(t.device.type == "cpu" for t in values))
+        # With few samples also twice their number: small tensors may all fit into one page of memory of a library.
+        twice = [2 * samples] if 1 < samples <= 4 else []
+        for size in dict.fromkeys([2, *twice, *range(3, MAX_TRIED_SAMPLES + 1)]):
+            if len(runs) == 4 or (len(runs) == 3 and _degree_along(runs) is not None):
+                break
+            if self.traced.holds_at(size, self.lengths):
+                self._run_also(size, self.lengths)
+        if self.lengths:
+            self._run_at_other_lengths(sorted(point.b for point in runs))
+        return runs
+
+    def _run_also(self, size: int, lengths: Lengths) -> bool:
+        point = size_point(size, lengths)
+        if point not in self.runs:
+            try:
+                self.runs[point] = self._observe(size, lengths)
+            except Exception:  # the model does not accept the size, or has another graph for it
+                return False
+        return True
+
+    def _observe(self, size: int, lengths: Lengths) -> StorageObservations:
+        sample = resize_inputs(self.traced, self.leaves, size, lengths)
+        if self._once:
+            # If something depends on values, all nodes run.
+            with contextlib.suppress(Exception), preserve_state(self.traced.model):
+                return observe_storages(self.traced, self.effects, sample, True, self.keeps_outputs)
+        with preserve_state(self.traced.model):  # an opaque module may write to memory that it does not own
+            return observe_storages(self.traced, self.effects, sample, False, self.keeps_outputs)
+
+    def _run_at_other_lengths(self, batches: Sequence[int]) -> None:
+        """Runs at other dynamic sizes, with few samples: each size alone, then combinations.
+
+        `batches`: numbers of samples at which it has run, ascending.
+        """
+        few = batches[0]
+        axes: list[list[tuple[sympy.Symbol, int]]] = []  # for each size the values that its counts need
+        for symbol, size in self.lengths:
+            known = [size]
+            for others in other_lengths(self.traced, symbol, few, self.lengths):
+                degree = _degree_along(self._line(few, symbol))
+                if len(known) == 4 or (len(known) == 3 and degree is not None):
+                    break
+                if self._run_also(few, others):
+                    known.append(dict(others)[symbol])
+            degree = _degree_along(self._line(few, symbol))
+            axes.append([(symbol, value) for value in known[: 1 + (2 if degree is None else degree)]])
+        own = size_point(few, self.lengths).others
+        degree = _degree_along({point: run for point, run in self.runs.items() if point.others == own})
+        counts = batches[: 1 + (2 if degree is None else degree)]
+        for size, *others in itertools.islice(itertools.product(counts, *axes), MAX_LENGTH_RUNS):
+            if self.traced.holds_at(size, tuple(others)):
+                self._run_also(size, tuple(others))
+
+    def _line(self, samples: int, symbol: sympy.Symbol) -> dict[SizePoint, StorageObservations]:
+        """Returns the runs with this number of samples that differ in one dynamic size only."""
+        same = {(s.name, size) for s, size in self.lengths if s != symbol}
+        return {point: run for point, run in self.runs.items() if point.b == samples and same <= {*point.others}}
+
+
+def _degree_along(runs: Mapping[SizePoint, StorageObservations]) -> int | None:
+    """Returns the highest degree of all counts along the one size that differs; None if some are on no polynomial."""
+    points = [tuple(point.values.values()) for point in runs]
+    (place, *_) = [*(k for k, of in enumerate(zip(*points, strict=True)) if len({*of}) > 1), 0]
+    first, *others = runs.values()
+    probes = {tuple(run.probes[node] for run in runs.values()) for node in first.probes}
+    counts = {tuple(getattr(probe, name) for probe in of) for of in probes for name in _PROBED}
+    seen = {(storage.bytes, *(run.bytes(storage.label) for run in others)) for storage in first.seen.values()}
+    counts |= {tuple(n for n in numbers if n is not None) for numbers in seen if None not in numbers}
+    degree = 0
+    for numbers in counts:
+        fitted = polynomial_through([(point[place], n) for point, n in zip(points, numbers, strict=True)])
+        if fitted is None:
+            return None
+        degree = max(degree, *(power for monomial, _ in fitted.terms for _, power in monomial), 0)
+    return degree

@@ -7,7 +7,6 @@ settings replace the function.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median, quantiles
@@ -22,7 +21,6 @@ from fxpipe._torch.module_internals import MODULE_DICT_KEYS
 from fxpipe.tracing.node_info import info, opaque_call_of, state_of
 from fxpipe.tracing.shapes.symbolic_run import function_key
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.effects import Effects
 
 NodeValue = Any  # a tensor, a number, or a nest of them
 
@@ -71,10 +69,6 @@ class TimingSamples:
         return self.has_inputs and self.has_parameters
 
     @property
-    def seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds if self.forward else 0.0
-
-    @property
     def forward_seconds(self) -> float:
         return median(self.forward)
 
@@ -104,14 +98,14 @@ class TimingSamples:
         return True
 
 
-def timing_kind(
+def kind_of_node(
     traced: Traced,
     node: fx.Node,
     arguments: Any,
     values: Mapping[fx.Node, NodeValue],
     written: Collection[fx.Node] = (),
 ) -> Hashable:
-    """Returns a key that is equal for nodes that take the same time; `arguments` are the arguments of its call.
+    """Returns a key that is equal for nodes with the same cost; `arguments` are the arguments of its call.
 
     `written`: the inputs whose memory it changes; several if they share it.
     """
@@ -153,95 +147,8 @@ def map_tensors_in(function: Callable[[torch.Tensor], Any], value: NodeValue) ->
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a leaf of autograd on the same memory."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def distinct_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(t): t for t in tensors}.values())
-
-
-# Nodes of one kind: one function, on arguments that differ in their values only. They have the same cost.
-
-ValueId = tuple[str, int]  # equal for values that differ in their numbers only
-
-
-class NodeKinds:
-    def __init__(self, effects: Effects):
-        self._effects = effects
-        self._written = set().union(*effects.written_classes)
-        self._numbers: dict[str, ValueId] = {}
-        self._likes: dict[fx.Node, ValueId] = {}
-
-    def of(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable:
-        """Returns the kind of a node that is about to run."""
-        args = fx.map_arg((node.args, node.kwargs), lambda n: self.like(n, values))
-        return node.op, function_key(node.target), repr(args), state_of(node)
-
-    def like(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> ValueId:
-        """Identifies a value by its properties, which a write to its memory may change (`unsqueeze_`, grad)."""
-        if node not in self._likes or self._effects.alias[node] in self._written:
-            described = repr(map_tensors_in(TensorSignature.of, values[node]))
-            self._likes[node] = self._numbers.setdefault(described, ("like", len(self._numbers)))
-        return self._likes[node]
-
-
-# -- Reused values: if only the time of nodes counts, not all nodes of one kind need to run ---------------------------
-#
-# A node with enough samples uses the value of another node of its kind in the round, which has the same shapes, strides
-# and dtypes. Excluded are values that are written to (or share memory with such a value), that a hook sees, whose size
-# depends on values, or that are not floating-point: an index of one table may be out of range in another.
-
-
-class ValueReuse:
-    def __init__(self, traced: Traced, effects: Effects):
-        self.has_reused = False
-        self._rough: dict[fx.Node, Hashable] = {}  # node with reusable value -> key, equal for one kind
-        self._last: dict[Hashable, fx.Node] = {}
-        self._kept: dict[Hashable, dict[Hashable, Any]] = defaultdict(dict)  # rough kind -> kind -> value
-        written = set().union(*effects.written_classes)
-        for node, changed in zip(effects.nodes, effects.written_classes, strict=True):
-            if not changed and effects.alias[node] not in written and _is_plain(traced, node):
-                self._rough[node] = rough = (node.op, function_key(node.target), info(node).shapes)
-                self._last[rough] = node
-
-    def keep(self, node: fx.Node, kind: Hashable, value: Any) -> None:
-        """Keeps the value of a node that has run for others of its kind; drops it after the last of them."""
-        if node not in self._rough:
-            return
-        rough = self._rough[node]
-        if self._last[rough] is node:
-            self._kept.pop(rough, None)
-        elif all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
-            self._kept[rough].setdefault(kind, value)
-
-    def take(self, node: fx.Node, kind: Hashable) -> Any:
-        """Returns a value of this kind, or None."""
-        if node not in self._rough:
-            return None
-        rough = self._rough[node]
-        value = self._kept[rough].get(kind)
-        if self._last[rough] is node:
-            self._kept.pop(rough, None)
-        self.has_reused |= value is not None
-        return value
-
-    def forbid(self) -> None:
-        self._rough.clear()
-        self.has_reused = False
-
-    def clear(self) -> None:
-        self._kept.clear()
-
-
-def _is_plain(traced: Traced, node: fx.Node) -> bool:
-    shapes = info(node).shapes
-    return (
-        bool(shapes)
-        and not info(node).is_hook
-        and all(
-            (shape.dtype.is_floating_point or shape.dtype.is_complex)
-            and all(size.free_symbols <= {traced.batch} for size in shape.shape)
-            for shape in shapes
-        )
-    )

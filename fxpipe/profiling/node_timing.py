@@ -7,13 +7,12 @@ graph and can run backward alone:
               ▲                           │
               └── autograd.grad (ones) ◀──┘
 
-A sequence of nodes runs forward and then backward (`backward_timing`), as in a step. A value is freed after its last
-user, and a tensor of the model is on the device only between its first and its last user, so a model that fits no
-single device can be measured on one.
+A sequence of nodes runs forward and then backward (`backward_timing`), as in a step. A tensor of the model is on the
+device only between its first and its last user, so a model that fits no single device can be measured on one.
 
 The first sample of a kind of nodes warms up and is dropped. A kind has enough samples if they agree, or if the budget
-is spent; its nodes then only compute their values, or reuse the value of an equal node (`ValueReuse`). A node that
-writes to its inputs gets copies while it is timed, and then runs again, without gradients, on the values.
+is spent; its nodes then only compute their values. A node that writes to its inputs gets copies while it is timed, and
+then runs again, without gradients, on the values.
 
 Two costs belong to no single node. Summing the gradients of a value with several users counts for all users but the
 last; summing a parameter's gradients over micro-batches counts for the node that uses the parameter.
@@ -22,17 +21,15 @@ last; summing a parameter's gradients over micro-batches counts for the node tha
 from __future__ import annotations
 
 import contextlib
-import operator
 import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from statistics import median
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from fxpipe._torch.thread_state import set_thread_state
@@ -40,14 +37,13 @@ from fxpipe.hardware import Hardware, NodeWork
 from fxpipe.profiling.backward_timing import (
     BackwardQueue,
     Clock,
-    GradientSumTimes,
     NodeCall,
     PendingBackward,
     calls_on,
 )
 from fxpipe.profiling.flops import NO_OPERATIONS, NodeOperations
 from fxpipe.profiling.formulas import planned_lengths, resize_inputs, size_point
-from fxpipe.profiling.loss_cost import ExampleLoss, MicroBatchLoss
+from fxpipe.profiling.loss_cost import ExampleLoss
 from fxpipe.profiling.node_kinds import (
     MAX_SAMPLES,
     NEGLIGIBLE_SHARE,
@@ -55,10 +51,9 @@ from fxpipe.profiling.node_kinds import (
     NodeValue,
     TensorSignature,
     TimingSamples,
-    ValueReuse,
     distinct_tensors,
+    kind_of_node,
     map_tensors_in,
-    timing_kind,
 )
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import fake_if_active
@@ -73,17 +68,9 @@ from fxpipe.utils.progress import ProgressStep, progress
 
 LONG_SECONDS = 0.05  # seconds of a node, one way, above which noise and warm-up matter little
 SAMPLES_OF_LONG = 2  # number of samples of such a node
-LONG_PRODUCT_SECONDS = 1e-3  # seconds of a product above which another call of autograd matters little
 # Seconds above which one sample is enough: there is another size, and a plan needs no more than percents.
 VERY_LONG_SECONDS = 0.2
-
-# Functions whose gradients are separate products.
-_PRODUCT_FUNCTIONS = frozenset(
-    (
-        *(F.linear, torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch.matmul, operator.matmul),
-        *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-    )
-)
+_SUM_SAMPLES = 5  # samples of the seconds to add gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,37 +114,29 @@ class TimingRounds:
     _written: set[int | None] = field(init=False)  # alias classes
     _of_inputs: set[fx.Node] = field(init=False)  # nodes that depend on inputs, and so differ between micro-batches
     _number: Counter[Hashable] = field(default_factory=Counter)  # number of nodes of a kind
-    _sums: GradientSumTimes = field(init=False)
-    _sums_of: dict[fx.Node, float] = field(default_factory=dict)
+    _sums: dict[TensorSignature, float] = field(default_factory=dict)  # seconds to add two gradients
+    _sums_of: dict[fx.Node, float] = field(default_factory=dict)  # of its inputs
     _back: BackwardQueue = field(init=False)
     _chosen: set[fx.Node] = field(default_factory=set)  # nodes to sample in this round
     _taken: Counter[fx.Node] = field(default_factory=Counter)  # number of samples
-    _reuse: ValueReuse = field(init=False)
     _negligible: float = 0.0  # seconds, for all nodes of a kind
     outputs: dict[fx.Node, NodeValue] = field(default_factory=dict)  # values of the model's output in the first round
 
     def __post_init__(self) -> None:
         self._calls = calls_on(self.traced, self.device)
-        self._back, self._sums = BackwardQueue.on(self.clock, self.device), GradientSumTimes(self.clock)
+        self._back = BackwardQueue(self.clock, self.device)
         self._written = set().union(*self.effects.written_classes)
         self._of_inputs = dependents_of(self.traced, self.traced.placeholders.values())
-        self._reuse = ValueReuse(self.traced, self.effects)
 
     def round(self) -> bool:
         """Runs another round if any node needs a sample; returns whether it did."""
-        try:
-            return self._round()
-        except Exception:
-            if not self._reuse.has_reused:
-                raise
-            self._reuse.forbid()  # a reused value may be the reason
-            for samples in self.samples.values():
-                del samples.forward[len(samples.backward) :]  # a sample is both ways
-            return self._round()
-
-    def _round(self) -> bool:
         nodes = self.effects.nodes
-        self._choose()
+        of_kind: dict[Hashable, list[fx.Node]] = defaultdict(list)
+        for node, kind in self.kind.items():
+            of_kind[kind].append(node)
+        self._chosen = set()  # of each kind those with the fewest samples
+        for kind, its in of_kind.items():
+            self._chosen.update(sorted(its, key=self._taken.__getitem__)[: self._missing(kind)])
         stop = max((p + 1 for p, n in enumerate(nodes) if n not in self.kind or n in self._chosen), default=0)
         try:
             for place, node in enumerate(nodes[:stop]):
@@ -166,31 +145,21 @@ class TimingRounds:
                 self.effects.drop_unused(node, self.values)
                 self.step()
             self._back.go()
-            if self.keeps_outputs and not self.outputs:
-                self.outputs = {
-                    n: self._output(n) for n in (*self.traced.outputs, *self.traced.pieces) if isinstance(n, fx.Node)
-                }
+            for n in (*self.traced.outputs, *self.traced.pieces) if self.keeps_outputs and not self.outputs else ():
+                if isinstance(n, fx.Node):
+                    self.outputs[n] = self.values[n] if n in self.values else self._held(n)
         finally:
             self.values.clear()
             self._back.clear()
-            self._reuse.clear()
         if stop:
-            self._negligible = NEGLIGIBLE_SHARE * sum(self.samples[self.kind[n]].seconds for n in nodes)
+            known = [samples for n in nodes if (samples := self.samples[self.kind[n]]).forward]
+            self._negligible = NEGLIGIBLE_SHARE * sum(one.forward_seconds + one.backward_seconds for one in known)
         return stop > 0
 
     def measured(self, node: fx.Node) -> NodeTiming:
         samples = self.samples[self.kind[node]]
         backward = samples.backward_seconds + self._sums_of[node]
         return NodeTiming(samples.forward_seconds, backward, samples.weight_seconds, self.bytes[node])
-
-    def _choose(self) -> None:
-        """Selects the nodes to sample in the next round: of each kind, those with the fewest samples."""
-        of_kind: dict[Hashable, list[fx.Node]] = defaultdict(list)
-        for node, kind in self.kind.items():
-            of_kind[kind].append(node)
-        self._chosen = set()
-        for kind, nodes in of_kind.items():
-            self._chosen.update(sorted(nodes, key=self._taken.__getitem__)[: self._missing(kind)])
 
     def _wants(self, node: fx.Node) -> bool:
         is_over = bool(self.samples[self.kind[node]].forward) and time.perf_counter() >= self.deadline
@@ -204,19 +173,18 @@ class TimingRounds:
             return 1
         if count >= MAX_SAMPLES or samples.needs_one or time.perf_counter() >= self.deadline:
             return 0
-        repeats = min(self.repeats, _samples_for(max(samples.forward_seconds, samples.backward_seconds)))
+        seconds = max(samples.forward_seconds, samples.backward_seconds)
+        limit = 1 if seconds >= VERY_LONG_SECONDS else SAMPLES_OF_LONG if seconds >= LONG_SECONDS else MAX_SAMPLES
+        repeats = min(self.repeats, limit)
         if count < repeats:
             return repeats - count
-        return (
-            0 if samples.are_precise(max(self._negligible / self._number[kind], UNIMPORTANT_SECONDS)) else self.repeats
-        )
+        negligible = max(self._negligible / self._number[kind], UNIMPORTANT_SECONDS)
+        return 0 if samples.are_precise(negligible) else self.repeats
 
     # -- one round -----------------------------------------------------------------------------------------------------
 
     def _visit(self, node: fx.Node, place: int) -> None:
         """Computes the value of a node, and takes a sample if one is wanted."""
-        if node in self.kind and not self._wants(node) and self._has_reused_value(node):
-            return
         for source in node.all_input_nodes:
             if source.op in ("placeholder", "get_attr") and source not in self.values:
                 self.values[source] = self._held(source)
@@ -233,8 +201,6 @@ class TimingRounds:
             self._sums_of[node] = self._time_sums(node, place, written) if any(samples.gives_grad) else 0.0
         if result is None and not node.users and not written and node in self.bytes:
             return
-        if result is None and self._has_reused_value(node):
-            return
         if result is None or written:
             function, args, kwargs = self._calls[node].bound(self.values)
             # The Python of an opaque call runs as in training: it may register hooks on its results.
@@ -242,22 +208,10 @@ class TimingRounds:
             with set_thread_state(state_of(node)), without_graph:
                 result = (function(*args, **kwargs),)
         (value,) = result
-        self._note(node, value)
-        self._reuse.keep(node, self.kind[node], self.values[node])
-        self._spread_grad(written, samples.leaves_grad)
-
-    def _note(self, node: fx.Node, value: NodeValue) -> None:
         self.bytes.setdefault(node, bytes_in(value))
-        grads = iter(self.samples[self.kind[node]].gives_grad)
+        grads = iter(samples.gives_grad)
         self.values[node] = map_tensors_in(lambda t: t.detach().requires_grad_(next(grads)), value)
-
-    def _has_reused_value(self, node: fx.Node) -> bool:
-        """Uses the value of another node of the same kind, if this round has one; returns whether it does."""
-        value = self._reuse.take(node, self.kind[node])
-        if value is None:
-            return False
-        self._note(node, value)
-        return True
+        self._spread_grad(written, samples.leaves_grad)
 
     def _keep_waiting(self, written: Sequence[fx.Node]) -> None:
         """Keeps values of pending backwards unchanged: replaces them by copies, or runs the backwards first."""
@@ -268,14 +222,15 @@ class TimingRounds:
                 n: map_tensors_in(lambda t: t.detach().clone().requires_grad_(t.requires_grad), self.values[n])
                 for n in alive
             }
-            if all(map(_have_equal_signatures, copies.values(), (self.values[n] for n in alive))):
+            before, after = [self.values[n] for n in alive], list(copies.values())
+            if list(map(TensorSignature.of, tensors_in(before))) == list(map(TensorSignature.of, tensors_in(after))):
                 self.values.update(copies)
                 return
         self._back.go()
 
     def _meet(self, node: fx.Node, written: Sequence[fx.Node]) -> None:
         call = self._calls[node]
-        kind = self.kind[node] = timing_kind(self.traced, node, (call.args, call.kwargs), self.values, written)
+        kind = self.kind[node] = kind_of_node(self.traced, node, (call.args, call.kwargs), self.values, written)
         self._number[kind] += 1
         if kind not in self.samples:
             # A user's hook may have visible side effects: it runs no more often than necessary.
@@ -297,14 +252,6 @@ class TimingRounds:
         elif self.effects.alias[node] in self._written or tensor.is_inference():
             held = held.clone()
         return held.requires_grad_(needs_grad)
-
-    def _brought_bytes(self, node: fx.Node, held: torch.Tensor) -> int:
-        """Returns the bytes of a parameter that was copied to the device for a node, and of its gradient sum."""
-        is_brought = node.op == "get_attr" and attribute_tensor(self.traced, node).device != held.device
-        return 2 * bytes_in(held) if is_brought else 0
-
-    def _output(self, node: fx.Node) -> NodeValue:
-        return self.values[node] if node in self.values else self._held(node)
 
     def _spread_grad(self, written: Sequence[fx.Node], leaves_grad: Sequence[bool]) -> None:
         """Marks tensors as requiring grad after a write of a differentiable value, with their views."""
@@ -328,26 +275,21 @@ class TimingRounds:
         if is_kept:
             samples.forward.append(seconds)
         totals = [t.detach().clone() if n.op == "get_attr" else None for n, t in starts.values()]
-        self._back.hold_parameters(sum(self._brought_bytes(n, t) for n, t in starts.values()))
+        for n, t in starts.values():
+            if n.op == "get_attr" and attribute_tensor(self.traced, n).device != t.device:
+                self._back.parameter_bytes += 2 * bytes_in(t)  # with its gradient sum
         times = samples.backward if is_kept else []
         waiting = PendingBackward(node, ends, every, totals, times)
         if not (samples.has_both and is_kept and self.times_input_gradient):
             self._back.wait(waiting)
-        elif node.target in _PRODUCT_FUNCTIONS and seconds > LONG_PRODUCT_SECONDS:
-            then = PendingBackward(node, ends, inputs, [], samples.to_inputs)
-            parameters = [n not in self._of_inputs for n, _ in starts.values()]
-            weights, sums = [*compress(every, parameters)], [*compress(totals, parameters)]
-            self._back.wait(PendingBackward(node, ends, weights, sums, times, then, includes_second_pass=True))
         elif seconds > LONG_SECONDS:
             then = PendingBackward(node, ends, inputs, [], samples.to_inputs)
             self._back.wait(replace(waiting, then=then))
         else:
             self._back.wait(waiting)
             again = self._forward(node, written, samples)[2]
-            then = PendingBackward(node, again, inputs, [], samples.to_inputs)
-            self._back.add_second_pass(then, ends)
-        if self._back.is_full:
-            self._back.go()
+            self._back.wait(PendingBackward(node, again, inputs, [], samples.to_inputs), again=True)
+        self._back.go_if_full()
         return (value,)
 
     def _forward(
@@ -374,19 +316,27 @@ class TimingRounds:
         seconds = 0.0
         for source in node.all_input_nodes:
             value = self.values[source]
-            is_summed = source.op != "get_attr" and source not in written and self._goes_back_later(source, place)
+            if source.op == "get_attr" or source in written:
+                continue
+            # Does it also get a gradient from after this place?
+            users = [u for u in source.users if self.effects.place.get(u, -1) > place]
+            is_output = self.effects.last[source] == len(self.effects.nodes)
+            is_summed = is_output or any(map(self.effects.requires_grad.get, users))
             if is_summed and isinstance(value, torch.Tensor) and value.requires_grad:
-                seconds += self._sums.seconds(value)
+                seconds += self._seconds_of_sum(value)
         return seconds
 
-    def _goes_back_later(self, source: fx.Node, place: int) -> bool:
-        """Returns whether a value also gets a gradient from after this place."""
-        users = (u for u in source.users if self.effects.place.get(u, -1) > place)
-        return self.effects.last[source] == len(self.effects.nodes) or any(map(self.effects.requires_grad.get, users))
-
-
-def _samples_for(seconds: float) -> int:
-    return 1 if seconds >= VERY_LONG_SECONDS else SAMPLES_OF_LONG if seconds >= LONG_SECONDS else MAX_SAMPLES
+    def _seconds_of_sum(self, value: torch.Tensor) -> float:
+        """Measures the sum of two gradients of `value`, once for equal signatures."""
+        if value.layout != torch.strided:
+            return 0.0
+        like = TensorSignature.of(value)
+        if like not in self._sums:
+            with torch.no_grad():
+                total, gradient = torch.zeros_like(value), torch.zeros_like(value)
+                samples = [self.clock.seconds(total.add_, gradient)[0] for _ in range(_SUM_SAMPLES + 1)]
+            self._sums[like] = median(samples[1:])  # the first is a warm-up
+        return self._sums[like]
 
 
 def dependents_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
@@ -396,10 +346,6 @@ def dependents_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
         if any(n in dependents for n in node.all_input_nodes):
             dependents.add(node)
     return dependents
-
-
-def _have_equal_signatures(left: NodeValue, right: NodeValue) -> bool:
-    return list(map(TensorSignature.of, tensors_in(left))) == list(map(TensorSignature.of, tensors_in(right)))
 
 
 # -- Rounds at several micro-batch sizes alternate, so that a slower machine affects all sizes equally ----------------
@@ -471,28 +417,17 @@ def measure(
         outputs = {p: r.outputs for p, r in rounds.items() if p.others == here.others}
         of_loss = {}
         if loss is not None:
-            of_loss = {p: _loss_timing(loss.of(values, p.b), clock, repeats) for p, values in outputs.items()}
-    measured = {node: rounds[here].measured(node) for node in effects.nodes}
-    timings = {
-        point: {n: _with_weight_share(one.measured(n), measured[n]) for n in effects.nodes}
-        if point != here
-        else measured
-        for point, one in rounds.items()
-    }
-    for point, timing in of_loss.items():
-        timings[point][traced.graph.output_node()] = timing
+            for point, values in outputs.items():
+                call = loss.of(values, point.b)
+                of_loss[point] = NodeTiming(*call.seconds(clock, repeats), 0.0, *call.probe())
+    timings = {point: {n: one.measured(n) for n in effects.nodes} for point, one in rounds.items()}
+    for timing in (timing for point, timing in timings.items() if point != here):
+        for node, like in timings[here].items():  # the share of parameter gradients was measured for the micro-batch
+            share = like.weight_seconds / like.backward_seconds if like.backward_seconds else 0.0
+            timing[node] = replace(timing[node], weight_seconds=share * timing[node].backward_seconds)
+    for point, of_outputs in of_loss.items():
+        timings[point][traced.graph.output_node()] = of_outputs
     return timings
-
-
-def _loss_timing(call: MicroBatchLoss, clock: Clock, repeats: int) -> NodeTiming:
-    forward, backward = call.seconds(clock, repeats)
-    return NodeTiming(forward, backward, 0.0, *call.probe())
-
-
-def _with_weight_share(timing: NodeTiming, like: NodeTiming) -> NodeTiming:
-    """Takes the share of parameter gradients in backward from the timing of the micro-batch."""
-    share = like.weight_seconds / like.backward_seconds if like.backward_seconds else 0.0
-    return replace(timing, weight_seconds=share * timing.backward_seconds)
 
 
 def _budget_step(budget: float, spend: ProgressStep) -> Callable[[], object]:

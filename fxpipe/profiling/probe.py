@@ -10,7 +10,7 @@ this resets the peak that users read (`max_memory_allocated`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -51,7 +51,15 @@ def probe_node(
 
     `fixed`: nodes that do not depend on the inputs of the model, so that their gradients are of parameters.
     """
-    inputs = _detached_inputs({n: values[n] for n in node.all_input_nodes})
+    own: dict[Hashable, torch.Tensor] = {}  # leaves, one for each tensor; a fake one may stand for several values
+
+    def detach(tensor: torch.Tensor, n: fx.Node) -> torch.Tensor:
+        key = (id(tensor), n if isinstance(tensor, FakeTensor) else None)
+        if key not in own:
+            own[key] = detached_alone(tensor)
+        return own[key]
+
+    inputs = {n: map_tensors_in(partial(detach, n=n), values[n]) for n in node.all_input_nodes}
     tensors = [*tensors_in(list(inputs.values()))]
     device = next((t.device for t in tensors if accelerator.counts_memory(t.device)), None)
     probe = _probe_once(node, written, inputs, OperationCounter())
@@ -62,27 +70,8 @@ def probe_node(
         ran = replace(ran, to_inputs=again.operations.backward)
     if device is not None and not any(isinstance(t, FakeTensor) for t in tensors):
         # Libraries allocate their workspaces at the first call.
-        probe = _probe_once(node, written, inputs, _AllocatorCounter(device))
+        probe = _probe_once(node, written, inputs, OperationCounter(device))
     return replace(probe, operations=ran)
-
-
-def probe_loss(
-    call: Callable[[], tuple[torch.Tensor, list[torch.Tensor]]], known: Iterable[torch.Tensor]
-) -> tuple[int, NodeOperations]:
-    """Counts the peak bytes of a loss and its backward, without tensors in `known`, and records its operations.
-
-    `call` returns the loss, and the tensors that its gradient goes to.
-    """
-    counter = OperationCounter()
-    with counter, torch.autograd.set_multithreading_enabled(False):
-        counter.begin(known)
-        loss, starts = call()
-        forward, ones = counter.take(), torch.ones_like(loss)
-        counter.take()
-        gradients = torch.autograd.grad(loss, starts, ones, allow_unused=True) if loss.requires_grad and starts else ()
-        backward = counter.take()
-    del gradients  # not earlier: they count
-    return counter.most, NodeOperations(forward, backward, backward)
 
 
 def _probe_once(
@@ -119,19 +108,6 @@ def _probe_once(
     return Probe(flops, backward_flops, size, backward_size, NodeOperations(forward, backward, backward))
 
 
-def _detached_inputs(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Makes detached leaves, one for each tensor; a fake tensor may represent several, one in each value."""
-    own: dict[Hashable, torch.Tensor] = {}
-
-    def detach(tensor: torch.Tensor, n: fx.Node) -> torch.Tensor:
-        key = (id(tensor), n if isinstance(tensor, FakeTensor) else None)
-        if key not in own:
-            own[key] = detached_alone(tensor)
-        return own[key]
-
-    return {n: map_tensors_in(partial(detach, n=n), value) for n, value in values.items()}
-
-
 def detached_alone(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a leaf of autograd on the same memory or, for a fake tensor, on separate memory."""
     if type(tensor) is not FakeTensor or tensor.layout != torch.strided or tensor.constant is not None:
@@ -141,10 +117,14 @@ def detached_alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts FLOPs, and bytes of new storages, between `begin` and `end`, and records the operations."""
+    """Counts FLOPs, and bytes of new storages, between `begin` and `end`, and records the operations.
 
-    def __init__(self) -> None:
+    `device`: peak bytes are read from the allocator of this device.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
+        self.device = device
         self.begin(())
 
     def begin(self, known: Iterable[torch.Tensor]) -> None:
@@ -153,14 +133,20 @@ class OperationCounter(TorchDispatchMode):
         self.known = {number for tensor in known for number in self.storages.numbers(tensor)}
         self.alive: dict[int, int] = {}  # number of a storage -> its bytes
         self.recorded: list[OperationCounts] = []
+        if self.device is not None:
+            accelerator.reset_peak(self.device)
+            self.start = accelerator.allocated_bytes(self.device)
 
     def end(self) -> tuple[int, int, tuple[OperationCounts, ...]]:
         """Returns the FLOPs, the peak bytes beyond the bytes that are alive now, and the operations."""
+        most, unit = self.most, 1
+        if self.device is not None:
+            most = accelerator.peak_allocated_bytes(self.device) - self.start
+            unit = accelerator.allocation_unit(self.device)
         self._forget_gone()
-        return self.arithmetic, self.most - sum(self.alive.values()), self.take()
+        return self.arithmetic, max(0, most - sum(-(-n // unit) * unit for n in self.alive.values())), self.take()
 
     def take(self) -> tuple[OperationCounts, ...]:
-        """Returns the operations since the last call."""
         recorded, self.recorded = self.recorded, []
         return tuple(recorded)
 
@@ -187,22 +173,3 @@ class OperationCounter(TorchDispatchMode):
     def _forget_gone(self) -> None:
         for number in [n for n in self.alive if self.storages.is_gone(n)]:
             del self.alive[number]
-
-
-class _AllocatorCounter(OperationCounter):
-    """Counts peak bytes by the allocator of a device."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        super().__init__()
-
-    def begin(self, known: Iterable[torch.Tensor]) -> None:
-        super().begin(known)
-        accelerator.reset_peak(self.device)
-        self.start = accelerator.allocated_bytes(self.device)
-
-    def end(self) -> tuple[int, int, tuple[OperationCounts, ...]]:
-        most = accelerator.peak_allocated_bytes(self.device) - self.start
-        flops, _, recorded = super().end()
-        unit = accelerator.allocation_unit(self.device)
-        return flops, max(0, most - sum(-(-n // unit) * unit for n in self.alive.values())), recorded

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import sympy
 
@@ -127,7 +127,20 @@ class Profile:
             OSError: the file cannot be read.
         """
         try:
-            return _parse_profile(json.loads(Path(path).read_bytes().decode()))
+            document = json.loads(Path(path).read_bytes().decode())
+            if not isinstance(document, dict) or document.pop("format", None) != PROFILE_FORMAT:
+                raise ArgumentError(f"it does not say that its format is {PROFILE_FORMAT!r}")
+            version = document.pop("version", None)
+            if type(version) is not int or version != PROFILE_VERSION:
+                reads = f"and this fxpipe reads version {PROFILE_VERSION}: profile again"
+                raise ArgumentError(f"it has version {str(version)[:40]}, {reads}")
+            names = {field.name for field in dataclasses.fields(Profile)} - {"batch"}
+            if lost := names - document.keys():
+                raise ArgumentError(f"it has no field {min(lost)!r}")
+            batch = sympy.Symbol("b", integer=True, positive=True)
+            profile = dataclass_from_json(Profile, {**document, "batch": batch}, "the profile")
+            _check_profile(profile)
+            return profile
         except (ValueError, RecursionError, OverflowError) as error:  # includes ArgumentError
             why = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise ArgumentError(
@@ -149,21 +162,21 @@ class Profile:
 
     @property
     def parameter_bytes(self) -> sympy.Expr:
-        return _formula_sum(n.parameter_bytes for n in self.nodes)
+        return sympy.Add(*(n.parameter_bytes for n in self.nodes))
 
     @property
     def output_bytes(self) -> sympy.Expr:
-        return _formula_sum(n.output_bytes for n in self.nodes)
+        return sympy.Add(*(n.output_bytes for n in self.nodes))
 
     @property
     def saved_bytes(self) -> sympy.Expr:
         """Bytes that autograd keeps for one micro-batch."""
-        return _formula_sum(n.saved_bytes for n in self.nodes)
+        return sympy.Add(*(n.saved_bytes for n in self.nodes))
 
     @property
     def flops(self) -> sympy.Expr:
         """FLOPs, forward and backward."""
-        return _formula_sum(n.flops + n.backward_flops for n in self.nodes)
+        return sympy.Add(*(n.flops + n.backward_flops for n in self.nodes))
 
     def __str__(self) -> str:
         costs = self.nodes if self.loss is None else (*self.nodes, self.loss)
@@ -183,13 +196,9 @@ def _cost_row(name: str, costs: Sequence[NodeCost], samples: int) -> tuple[str, 
         name,
         f"{sum(cost.forward.at(samples) for cost in costs) * 1e3:.3f}",
         f"{sum(cost.backward.at(samples) for cost in costs) * 1e3:.3f}",
-        str(_formula_sum(cost.flops + cost.backward_flops for cost in costs)),
-        *(str(_formula_sum(getattr(cost, formula) for cost in costs)) for formula in formulas),
+        str(sympy.Add(*(cost.flops + cost.backward_flops for cost in costs))),
+        *(str(sympy.Add(*(getattr(cost, formula) for cost in costs)) for formula in formulas)),
     )
-
-
-def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
-    return sympy.Add(*expressions)
 
 
 # -- A profile as a file: JSON of its fields, with formulas as coefficients of polynomials ---------------------------
@@ -198,23 +207,6 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 # fields (`utils.files`) and for consistency.
 
 PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 9
-
-
-def _parse_profile(document: Any) -> Profile:
-    if not isinstance(document, dict) or document.pop("format", None) != PROFILE_FORMAT:
-        raise ArgumentError(f"it does not say that its format is {PROFILE_FORMAT!r}")
-    version = document.pop("version", None)
-    if type(version) is not int or version != PROFILE_VERSION:
-        raise ArgumentError(
-            f"it has version {str(version)[:40]}, and this fxpipe reads version {PROFILE_VERSION}: profile again"
-        )
-    names = {field.name for field in dataclasses.fields(Profile)} - {"batch"}
-    if lost := names - document.keys():
-        raise ArgumentError(f"it has no field {min(lost)!r}")
-    batch = sympy.Symbol("b", integer=True, positive=True)
-    profile = dataclass_from_json(Profile, {**document, "batch": batch}, "the profile")
-    _check_profile(profile)
-    return profile
 
 
 def _check_profile(profile: Profile) -> None:
@@ -228,7 +220,10 @@ def _check_profile(profile: Profile) -> None:
         "micro_batch": not 1 <= profile.micro_batch <= MOST_SAMPLES,
         "sizes": "b" in names or not all(name.isidentifier() and size >= 1 for name, size in profile.sizes),
         "seconds": any(min(time.fixed, time.per_sample) < 0 for time in seconds),
-        "saved": not all(-1 <= one.maker < n and _are_ascending(one.savers, n) for one in profile.saved),
+        "saved": not all(
+            -1 <= one.maker < n and one.savers and all(a < b for a, b in pairwise((-1, *one.savers, n)))
+            for one in profile.saved
+        ),
         "operations": any(c < 0 for one in operations for p in (one.flops, one.moved) for _, c in p.terms),
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
@@ -241,10 +236,6 @@ def _check_profile(profile: Profile) -> None:
             raise ArgumentError(f"a formula has the unknown size {min(unknown)!r}")
         if polynomial and (polynomial.terms[-1][1] < 0 or polynomial.value(here) < 0):
             raise ArgumentError(f"the formula {polynomial.formula} is less than 0")
-
-
-def _are_ascending(places: Sequence[int], nodes: int) -> bool:
-    return bool(places) and all(a < b for a, b in pairwise((-1, *places, nodes)))
 
 
 def profile_for(traced: Traced, profile_or_path: Profile | str | Path) -> Profile:

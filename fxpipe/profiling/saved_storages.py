@@ -15,7 +15,8 @@ One node of each kind also runs separately, forward and backward (`probe`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import contextlib
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,12 +27,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import KEPT_TENSOR, saved_names, version_of
 from fxpipe._torch.error_messages import forbids_saved_tensor_hooks
+from fxpipe._torch.modes import TorchDispatchMode
 from fxpipe._torch.tensor_data import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import StateError
-from fxpipe.profiling.node_kinds import NodeKinds, map_tensors_in
+from fxpipe.profiling.node_kinds import TensorSignature, kind_of_node, map_tensors_in
 from fxpipe.profiling.probe import Probe, detached_alone, probe_node
-from fxpipe.profiling.skip_matmul import SkipMatmul
 from fxpipe.tracing.fake_tensors import fake_if_active, is_faked
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import naming_node
@@ -45,43 +46,48 @@ from fxpipe.tracing.verify.effects import Effects
 INPUT_PLACE = -1  # the maker of an input
 
 
+class ValuesNeededError(Exception):
+    """Values are needed, in a run in which they may be values of other nodes."""
+
+
+class _ForbidValues(TorchDispatchMode):
+    """While it is active, an operation that returns values to Python, or whose result has a size that depends on
+    values, raises an error."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _VALUE_TAGS.isdisjoint(func.tags):
+            # The size of `x[index]` depends on masks, but not on integer indices.
+            masks = (torch.bool, torch.uint8)
+            is_gather = func is torch.ops.aten.index.Tensor and all(t.dtype not in masks for t in tensors_in(args[1]))
+            if not is_gather:
+                raise ValuesNeededError(f"{func} of what may be the value of another node")
+        return func(*args, **(kwargs or {}))
+
+
+_VALUE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+
+
 @dataclass(frozen=True, slots=True)
-class ValueLabel:
-    """The label of a storage in the value of a node, or of an input."""
+class StorageLabel:
+    """Identifies a storage in all runs: of a tensor in the value of a node or an input, or saved by a node."""
 
     node: fx.Node
-    tensor: int  # index of the tensor in the value
-    part: int
-
-
-@dataclass(frozen=True, slots=True)
-class SavedLabel:
-    """The label of a storage that a node saves and that is in no value."""
-
-    node: fx.Node
-    saved: int  # number of tensors that the node has saved before it
+    index: int  # of the tensor in the value; if it is only saved: number of tensors that the node has saved before it
+    part: int = 0  # of the storages of the tensor
+    is_in_value: bool = True
 
 
 @dataclass(slots=True)
 class ObservedStorage:
-    """One storage in one run. `label` identifies it across runs."""
+    """One storage in one run."""
 
-    label: ValueLabel | SavedLabel
+    label: StorageLabel
     bytes: int
-    maker: int  # place of the node that created it
+    maker: int  # place of the node that created it; for an input that is written to, of the first writer
     writers: list[int] = field(default_factory=list)  # places, ascending
-    savers: list[int] = field(default_factory=list)
+    savers: list[int] = field(default_factory=list)  # places of the nodes whose backward needs it, ascending
     users: set[int] = field(default_factory=set)  # places of its readers; the number of nodes: the model's output
     returns: bool = False  # it receives a gradient
-
-
-class _SavedToken:
-    """A stand-in for a saved tensor; it holds the tensor only while its node runs."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor: torch.Tensor | None = tensor
 
 
 @dataclass(slots=True)
@@ -92,19 +98,14 @@ class StorageObservations:
     value_bytes: dict[fx.Node, int]
     outputs: dict[fx.Node, Any]  # the model's outputs, detached; empty unless they are kept
 
-    def bytes(self, label: ValueLabel | SavedLabel) -> int | None:
+    def bytes(self, label: StorageLabel) -> int | None:
         """Returns the bytes of a storage; None if it does not exist."""
         storage = self.seen.get(replace(label, node=self.same.get(label.node, label.node)))
         return None if storage is None else storage.bytes
 
 
 def observe_storages(
-    traced: Traced,
-    effects: Effects,
-    leaves: Sequence[Any],
-    products: SkipMatmul,
-    once: bool = False,
-    keeps_outputs: bool = False,
+    traced: Traced, effects: Effects, leaves: Sequence[Any], once: bool = False, keeps_outputs: bool = False
 ) -> StorageObservations:
     """Runs the graph, and one node of each kind separately, forward and backward (`probe_node`).
 
@@ -112,31 +113,26 @@ def observe_storages(
 
     Args:
         leaves: flattened inputs.
-        products: selects the nodes at which products are skipped.
         once: run one node of each kind only, and use its value for the others. For runs in which no values are read,
             and sharing of memory between them does not matter.
         keeps_outputs: keep the outputs of the model.
 
     Raises:
-        ValuesNeededError: counts depend on values, so run without skipped products or without `once`.
+        ValuesNeededError: counts depend on values, so run without `once`.
         ChangedInPlaceError: run without `once`, since a node changes more of its arguments than their values.
     """
-    return _StorageObserver(traced, effects, products, once, keeps_outputs).run(leaves)
+    return _StorageObserver(traced, effects, once, keeps_outputs).run(leaves)
 
 
 class _StorageObserver:
-    """One run; values live until their last user has run."""
-
-    def __init__(self, traced: Traced, effects: Effects, products: SkipMatmul, once: bool, keeps_outputs: bool):
-        self.traced, self.effects = traced, effects
-        self.kinds = NodeKinds(effects)
+    def __init__(self, traced: Traced, effects: Effects, once: bool, keeps_outputs: bool):
+        self.traced, self.effects, self.once = traced, effects, once
         self.first: dict[Hashable, tuple[fx.Node, Any]] = {}  # by kind: the first node and, with `once`, its value
-        self.products, self.once = products, once
         self.storages = StorageNumbers()
         self.own: set[int] = set()  # numbers of the storages of the model's tensors
         self.seen: dict[int, ObservedStorage] = {}  # by number: all others
         self.values: dict[fx.Node, Any] = {}
-        self.saved: list[_SavedToken] = []  # tokens of the running node
+        self.saved: list[list[torch.Tensor]] = []  # by tensor that the running node saves: it, while the node runs
         self.probes: dict[fx.Node, Probe] = {}
         self.same: dict[fx.Node, fx.Node] = {}
         self.draws = DrawStream(traced.seed)
@@ -145,6 +141,8 @@ class _StorageObserver:
         self.fixed: set[fx.Node] = set()  # independent of inputs: their gradients are of parameters
         self.handed_out = {n for n in (*traced.outputs, *traced.pieces) if isinstance(n, fx.Node) and keeps_outputs}
         self.outputs: dict[fx.Node, Any] = {}
+        ends = (*traced.handed_out, *traced.assigned.values(), *effects.written_inputs)
+        self._outputs = {o for o in ends if isinstance(o, fx.Node)}
 
     def run(self, leaves: Sequence[Any]) -> StorageObservations:
         try:
@@ -159,13 +157,17 @@ class _StorageObserver:
         self._begin(leaves)
         place = self.effects.place
         last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in self.traced.graph.nodes}
+        without_values = _ForbidValues() if self.once else contextlib.nullcontext()
         for at, node in enumerate(self.effects.nodes):
-            with naming_node(node, "looking at what is saved by"), self.products.at(node):
+            with naming_node(node, "looking at what is saved by"), without_values:
                 self._visit(node, at)
             for used in (*node.all_input_nodes, node):
                 if last[used] <= at:
                     self._release(used)
         outputs = self.outputs | {n: self.values[n] for n in self.handed_out if n in self.values}
+        for storage in self.seen.values():
+            if storage.maker < 0 and storage.writers:
+                storage.maker = storage.writers[0]  # a stage that writes to an input writes to a clone
         return StorageObservations(
             {s.label: s for s in self.seen.values()},
             self.probes,
@@ -175,30 +177,30 @@ class _StorageObserver:
         )
 
     def _visit(self, node: fx.Node, place: int) -> None:
-        kind = self.kinds.of(node, self.values)
-        self._probe(node, place, kind)
-        if self.once and kind in self.first:
-            first, value = self.first[kind]
-            self.values[node] = value if is_faked() else pytree.tree_map_only(torch.Tensor, _alias_of, value)
-            self.same[node] = first
-            self.value_bytes[node] = self.value_bytes[first]
-            return
-        before = [self.kinds.like(n, self.values) for n in node.all_input_nodes] if self.once else []
-        self.values[node] = self._step(node, place)
-        if self.once and before != [self.kinds.like(n, self.values) for n in node.all_input_nodes]:
-            raise ChangedInPlaceError
-        self.value_bytes[node] = bytes_in(self.values[node])
-        self.first.setdefault(kind, (node, self.values[node] if self.once else None))
-
-    def _probe(self, node: fx.Node, place: int, kind: Hashable) -> None:
         inputs = node.all_input_nodes
         written = [n for n in inputs if self.effects.alias[n] in self.effects.written_classes[place]]
+        kind = kind_of_node(self.traced, node, (node.args, node.kwargs), self.values, written)
         roles = kind, tuple(n in self.fixed for n in inputs)
         if roles not in self.by_roles:
             self.by_roles[roles] = probe_node(node, written, self.values, self.fixed)
         self.probes[node] = self.by_roles[roles]
         if all(n in self.fixed for n in inputs):
             self.fixed.add(node)
+        if self.once and kind in self.first:
+            first, value = self.first[kind]
+            self.values[node] = value if is_faked() else pytree.tree_map_only(torch.Tensor, _alias_of, value)
+            self.same[node] = first
+            self.value_bytes[node] = self.value_bytes[first]
+            return
+        before = self._signatures(inputs)
+        self.values[node] = self._step(node, place)
+        if self.once and before != self._signatures(inputs):
+            raise ChangedInPlaceError
+        self.value_bytes[node] = bytes_in(self.values[node])
+        self.first.setdefault(kind, (node, self.values[node] if self.once else None))
+
+    def _signatures(self, nodes: Sequence[fx.Node]) -> list[TensorSignature]:
+        return list(map(TensorSignature.of, tensors_in([self.values[n] for n in nodes])))
 
     def _release(self, node: fx.Node) -> None:
         """Releases a value after its last user; the model's output also counts as a user."""
@@ -209,15 +211,12 @@ class _StorageObserver:
             for seen in self._all(tensors_in(value)):
                 seen.users.add(len(self.effects.nodes))
 
-    # -- the model's tensors and inputs --------------------------------------------------------------------------------
-
     def _begin(self, leaves: Sequence[Any]) -> None:
+        """Takes the model's tensors and the inputs."""
         traced, effects = self.traced, self.effects
-        ends = (*traced.handed_out, *traced.assigned.values(), *effects.written_inputs)
-        self._outputs = {o for o in ends if isinstance(o, fx.Node)}
         written = set().union(*effects.written_classes)
         for tensor in (*slots_of(traced.model).values(), *container_tensors(traced.model).values()):
-            self._own(tensor)
+            self.own.update(self.storages.numbers(tensor))
         places = {node: place for place, node in traced.placeholders.items()}
         for node in traced.graph.nodes:
             if node.op == "placeholder":
@@ -235,13 +234,7 @@ class _StorageObserver:
                 held = tensor.detach().clone() if is_copied else tensor.detach()
                 self.values[node] = held.requires_grad_(needs_grad)
                 self.fixed.add(node)
-                self._own(held)
-
-    def _own(self, tensor: torch.Tensor) -> None:
-        for number in self.storages.numbers(tensor):
-            self.own.add(number)
-
-    # -- one node ------------------------------------------------------------------------------------------------------
+                self.own.update(self.storages.numbers(held))
 
     def _step(self, node: fx.Node, place: int) -> Any:
         read = list({id(t): t for n in node.all_input_nodes for t in tensors_in(self.values[n])}.values())
@@ -257,14 +250,15 @@ class _StorageObserver:
                 if not forbids_saved_tensor_hooks(error):
                     raise
                 value = self._call(node)  # `torch.func.grad` supports no hooks
-                self.saved = [_SavedToken(tensor) for tensor in tensors_saved_between(value, read)]
+                self.saved = [[tensor] for tensor in tensors_saved_between(value, read)]
         for tensor, version in zip(read, versions, strict=True):
             if _version_of(tensor) != version:
                 for seen in self._all([tensor]):
                     seen.writers.append(place)
         self._note_value(node, place, value)
         self._note_saved(node, place, value)
-        self._note_gradients([value, read])
+        for seen in self._all(t for t in tensors_in([value, read]) if t.requires_grad):
+            seen.returns = True
         return value
 
     def _call(self, node: fx.Node) -> Any:
@@ -272,8 +266,8 @@ class _StorageObserver:
             return self.draws.take(lambda: call_node(node, self.values.__getitem__))
         return call_node(node, self.values.__getitem__)
 
-    def _pack(self, tensor: torch.Tensor) -> _SavedToken:
-        self.saved.append(_SavedToken(tensor))
+    def _pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.saved.append([tensor])
         return self.saved[-1]
 
     def _note_value(self, node: fx.Node, place: int, value: Any) -> None:
@@ -281,36 +275,28 @@ class _StorageObserver:
             for part, storage in enumerate(storages_of(tensor)):
                 number = self.storages.number(storage)
                 if number not in self.seen and number not in self.own:
-                    self.seen[number] = ObservedStorage(ValueLabel(node, index, part), storage.nbytes(), place)
+                    self.seen[number] = ObservedStorage(StorageLabel(node, index, part), storage.nbytes(), place)
 
     def _note_saved(self, node: fx.Node, place: int, value: Any) -> None:
-        packed = [token.tensor for token in self.saved if token.tensor is not None]
-        for index, tensor in enumerate((*packed, *self._in_contexts(value))):
+        packed = [tensor for token in self.saved for tensor in token]
+        for context in {id(t.grad_fn): t.grad_fn for t in tensors_in(value)}.values():
+            if isinstance(context, torch.autograd.function.BackwardCFunction):
+                packed += hidden_tensors(vars(context))  # attributes of its context, which hooks do not see
+                vars(context).clear()
+        for index, tensor in enumerate(packed):
             for storage in storages_of(tensor):
                 number = self.storages.number(storage)
                 if number in self.own:
                     continue
                 if number not in self.seen:
-                    self.seen[number] = ObservedStorage(SavedLabel(node, index), storage.nbytes(), place)
+                    label = StorageLabel(node, index, is_in_value=False)
+                    self.seen[number] = ObservedStorage(label, storage.nbytes(), place)
                 if place not in self.seen[number].savers[-1:]:
                     self.seen[number].savers.append(place)
         for token in self.saved:
-            token.tensor = None
+            token.clear()
 
-    def _in_contexts(self, value: Any) -> Iterator[torch.Tensor]:
-        """Yields tensors that an `autograd.Function` keeps as attributes of its context, which hooks do not see."""
-        for context in {id(t.grad_fn): t.grad_fn for t in tensors_in(value)}.values():
-            if isinstance(context, torch.autograd.function.BackwardCFunction):
-                yield from hidden_tensors(vars(context))
-                vars(context).clear()
-
-    def _note_gradients(self, values: Any) -> None:
-        for tensor in tensors_in(values):
-            if tensor.requires_grad:
-                for seen in self._all([tensor]):
-                    seen.returns = True
-
-    def _all(self, tensors: Any) -> Iterator[ObservedStorage]:
+    def _all(self, tensors: Iterable[torch.Tensor]) -> Iterator[ObservedStorage]:
         for tensor in tensors:
             for number in self.storages.numbers(tensor):
                 if number in self.seen:
@@ -338,10 +324,10 @@ def tensors_saved_between(value: Any, inputs: Sequence[torch.Tensor]) -> Iterato
             yield from tensors_in(getattr(function, name))
 
 
-def _unpack(token: _SavedToken) -> torch.Tensor:
-    if token.tensor is None:
+def _unpack(token: list[torch.Tensor]) -> torch.Tensor:
+    if not token:
         raise StateError(KEPT_TENSOR)
-    return token.tensor
+    return token[0]
 
 
 def _version_of(tensor: torch.Tensor) -> int:

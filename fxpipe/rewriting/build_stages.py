@@ -7,7 +7,15 @@ For each stage, in this order:
 2. A stage that writes to received memory clones it at entry, and recreates from the clone every alias that it, or a
    later stage, still uses. So no stage writes to the memory of another.
 3. Copy its nodes, set the thread state when it changes, seed random nodes and replace devices.
-4. Send the values that later stages need; a value that skips a stage is marked by `stash` here and `pop` there.
+4. Send the values that later stages need. A value that skips stages goes through a portal, directly from its maker to
+   the stages that use it, so no stage in between holds it:
+
+    stage 0                       stage 1            stage 2
+    x = relu(in_0)                y = linear(x)      x_popped = pop(x, 'x')
+    x_stashed = stash(x, 'x')     return y           return y + x_popped
+    return x_stashed
+
+Portals are from torchgpipe (C. Kim et al., arXiv 2004.09910, 2020), where users mark skips; here they are found.
 """
 
 from __future__ import annotations
@@ -26,10 +34,18 @@ from fxpipe._torch.autograd import refuse_other_backwards, version_of
 from fxpipe._torch.saved_tensor_hooks import with_saved_tensors
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import StateError
-from fxpipe.rewriting.cut_points import Aliases, alias_classes_written_at
+from fxpipe.rewriting.cut_points import Aliases
 from fxpipe.rewriting.deferred_batch_norm import DeferredBatchNorm, defer_batch_norm, defer_in_opaque_call
-from fxpipe.rewriting.portals import insert_pop, insert_stash, skips_of
-from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue, SourceLocation, Stage, clone
+from fxpipe.rewriting.program import (
+    PIPE_INPUT,
+    ConstantOutput,
+    Program,
+    ReceivedValue,
+    Skip,
+    SourceLocation,
+    Stage,
+    clone,
+)
 from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
 from fxpipe.rewriting.stage_callables import make_stage_callable
 from fxpipe.tracing.graph_text import node_expression, short_source_line
@@ -41,11 +57,16 @@ from fxpipe.tracing.verify.effects import Effects, running_statistics
 T = TypeVar("T")
 
 
-def with_write_check(function: Callable[..., T], places: Sequence[int], name: str) -> Callable[..., T]:
-    """Wraps an opaque call: it must not write to arguments that it did not write to in the trace; others use them."""
+def with_checks(function: Callable[..., T], places: Sequence[int], name: str, is_hook: bool) -> Callable[..., T]:
+    """Wraps an opaque call: it must not write to arguments that it did not write to in the trace; others use them.
+
+    A hook on a module may keep tensors of a micro-batch: a loss of them cannot run backward here.
+    """
 
     @functools.wraps(function)
     def call(tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
+        if is_hook:
+            refuse_other_backwards(values)
         read = [x for place in places if isinstance(x := values[place], torch.Tensor) and not x.is_inference()]
         versions = [version_of(tensor) for tensor in read]
         result = function(tensors, values)
@@ -55,17 +76,6 @@ def with_write_check(function: Callable[..., T], places: Sequence[int], name: st
                 "copy (x = x.clone())"
             )
         return result
-
-    return call
-
-
-def with_backward_check(function: Callable[..., T]) -> Callable[..., T]:
-    """Wraps a hook on a module, which may keep tensors of a micro-batch: a loss of them cannot run backward here."""
-
-    @functools.wraps(function)
-    def call(tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
-        refuse_other_backwards(values)
-        return function(tensors, values)
 
     return call
 
@@ -82,6 +92,16 @@ def set_autocast(device: str, enabled: bool, dtype: torch.dtype, cache: bool) ->
     torch.set_autocast_cache_enabled(cache and not enabled)
     if not enabled:
         torch.clear_autocast_cache()
+
+
+def stash(value: T, name: str) -> T:
+    """Marks, in its maker, a value that skips stages."""
+    return value
+
+
+def pop(value: T, name: str) -> T:
+    """Marks, in its user, a value that has skipped stages."""
+    return value
 
 
 # -- The code of a stage for people: expressions of the model, with modules and source lines in comments -------------
@@ -127,14 +147,21 @@ def split_into_stages(
     # By receiver, the end of the pipe last: the received values, and the stage that sends each.
     table = [{node: cut.owner(node, stage) for node in draft.needs} for stage, draft in enumerate(drafts)]
     table.append({node: cut.owner(node, cut.count) for node in outputs})
-    skips = tuple(skips_of(table[:-1]))
+    skips = tuple(
+        Skip(node.name, source, target)
+        for target, row in enumerate(table[:-1])
+        for node, source in row.items()
+        if PIPE_INPUT < source < target - 1
+    )
     ordinals = {node: k for k, node in enumerate(n for n in cut.effects.nodes if info(n).is_random)}
     deferring = DeferredBatchNorm.of(traced) if deferred_batch_norm else DeferredBatchNorm()
     stages = []
     for stage, draft in enumerate(drafts):
         sends = list(dict.fromkeys(n for row in table for n, source in row.items() if source == stage))
         builder = _StageBuilder(cut, devices[stage], ordinals, deferring)
-        attributes = cut.attributes_of(draft, sends)
+        # The parameters and buffers that the stage reads or sends.
+        users, handed_on = {*draft.nodes, *draft.again}, {*sends, *draft.assigns.values()}
+        attributes = [n for n in cut.attributes if n in handed_on or not users.isdisjoint(n.users)]
         builder.receive(attributes, draft, {skip.name for skip in skips if skip.target == stage})
         builder.copy(draft.nodes)
         builder.send(sends, draft.assigns, {skip.name for skip in skips if skip.source == stage})
@@ -196,7 +223,7 @@ class _StageCut:
         assert effects is not None
         attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
         ends = [*starts[1:], len(effects.nodes)]
-        writes = [alias_classes_written_at(effects, range(start, end)) for start, end in zip(starts, ends, strict=True)]
+        writes = [set().union(*effects.written_classes[a:b]) for a, b in zip(starts, ends, strict=True)]
         states = {effects.alias[n] for n in attributes}
         return cls(traced, effects, Aliases.of(effects), starts, attributes, states, writes)
 
@@ -209,11 +236,9 @@ class _StageCut:
         return self.count if place == len(self.effects.nodes) else bisect_right(self.starts, place) - 1
 
     def is_received(self, node: fx.Node, stage: int) -> bool:
-        """Returns whether the node was made before this stage."""
         return node in self.effects.place and self._stage_at(self.effects.place[node]) < stage
 
     def is_alive(self, node: fx.Node, stage: int) -> bool:
-        """Returns whether the node was made before this stage and is used there or later."""
         return self.is_received(node, stage) and stage <= self._stage_at(self.effects.last[node])
 
     def nodes_of(self, stage: int) -> list[fx.Node]:
@@ -222,21 +247,15 @@ class _StageCut:
 
     def owner(self, node: fx.Node, user: int) -> int:
         """Returns the stage that sends a value to `user`: the last one before `user` that changed it, or its maker."""
-        if node.op == "get_attr":
-            return self._keeper(node)
+        if node.op == "get_attr":  # the stage that changes a parameter or a buffer, else the last
+            changed = (t for t in range(self.count) if self.effects.alias[node] in self.written_classes[t])
+            assigned = (t for t in range(self.count) if str(node.target) in self.assigns_of(t))
+            return next(changed, next(assigned, self.count - 1))
         maker = self._stage_at(self.effects.place[node])
         changed = (t for t in range(user - 1, maker, -1) if self.effects.alias[node] in self.written_classes[t])
         return next(changed, maker)
 
-    # No model of the zoo: one that returns a buffer it changes needs it (unit/rewriting/test_build_stages.py).
-    def _keeper(self, attribute: fx.Node) -> int:
-        """Returns the stage that sends a parameter or a buffer: the stage that changes it, else the last."""
-        changed = (t for t in range(self.count) if self.effects.alias[attribute] in self.written_classes[t])
-        assigned = (t for t in range(self.count) if str(attribute.target) in self.assigns_of(t))
-        return next(changed, next(assigned, self.count - 1))
-
     def assigns_of(self, stage: int) -> dict[str, fx.Node]:
-        """Returns the buffers that this stage sets, and their new values."""
         return {name: value for name, value in self.traced.carried_state.items() if self._setter(name, value) == stage}
 
     def may_change(self, attribute: fx.Node, stage: int) -> bool:
@@ -259,12 +278,6 @@ class _StageCut:
             (self._stage_at(self.effects.place[u]) for n in both for u in n.users if u in self.effects.place), default=0
         )
 
-    def attributes_of(self, draft: _StageDraft, sends: Collection[fx.Node]) -> list[fx.Node]:
-        """Returns the parameters and buffers that a stage reads or sends."""
-        users = {*draft.nodes, *draft.again}
-        handed_on = {*sends, *draft.assigns.values()}
-        return [n for n in self.attributes if n in handed_on or any(u in users for u in n.users)]
-
 
 def _draft_stage(cut: _StageCut, stage: int) -> _StageDraft:
     nodes, assigns = cut.nodes_of(stage), cut.assigns_of(stage)
@@ -274,7 +287,11 @@ def _draft_stage(cut: _StageCut, stage: int) -> _StageDraft:
     again: list[fx.Node] = []
     for alias in sorted(cut.written_classes[stage] - cut.states):
         members = [n for n in cut.aliases.members[alias] if cut.is_alive(n, stage)]
-        roots, views = _clone_roots(cut, stage, members)
+        roots, views = list(members), list[fx.Node]()  # each input is a separate tensor
+        if stage and members:
+            root = cut.aliases.nearest_root(members)
+            assert root is not None, "a cut that `forbidden_cuts` forbids"
+            roots, views = [root[0]], root[1]
         for member in members:
             needs.pop(member, None)
         # A view may take its size from elsewhere (`view_as`).
@@ -283,15 +300,6 @@ def _draft_stage(cut: _StageCut, stage: int) -> _StageDraft:
         clones += roots
         again += views
     return _StageDraft(nodes, list(needs), clones, sorted(again, key=cut.effects.place.__getitem__), assigns)
-
-
-def _clone_roots(cut: _StageCut, stage: int, members: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Finds the nodes to clone at the entry of a stage, and the nodes to recreate from them, to get all `members`."""
-    if stage == 0 or not members:
-        return list(members), []  # each input is a separate tensor
-    root = cut.aliases.nearest_root(members)
-    assert root is not None, "a cut that `forbidden_cuts` forbids"
-    return [root[0]], root[1]
 
 
 class _StageBuilder:
@@ -314,7 +322,7 @@ class _StageBuilder:
             update_info(self.copies[node], known_shapes=known.known_shapes, dynamic_shapes=known.dynamic_shapes)
         for node in draft.needs:
             if node.name in popped:
-                self.copies[node] = insert_pop(self.graph, self.copies[node], node.name)
+                self.copies[node] = self._call(pop, (self.copies[node], node.name), f"{node.name}_popped")
         for node in draft.clones:
             self.copies[node] = self._call(clone, (self.copies[node],), f"{node.name}_copy")
         for node in draft.again:
@@ -325,12 +333,21 @@ class _StageBuilder:
         for node in nodes:
             self.copies[node] = self._copied(node)
             ordinal, copy = self.ordinals.get(node), self.copies[node]
-            self._defer(node, copy)
+            if node.name in self.deferring.norms:
+                mean, var = (str(n.target) for n in running_statistics(node))
+                self.statistics.append(defer_batch_norm(copy, (mean, var)))
+            elif node.name in self.deferring.whole:
+                copy.target = defer_in_opaque_call(node.target, node)  # type: ignore[arg-type]
+                self.statistics.append(self._call(operator.getitem, (copy, -1), f"{node.name}_statistics"))
             if info(node).opaque is not None and container_of(node) is None:
-                copy.target = with_write_check(copy.target, self._only_read(node), node.name)  # type: ignore[arg-type]
-                copy.target = with_saved_tensors(copy.target)
-                if info(node).is_hook:
-                    copy.target = with_backward_check(copy.target)
+                # The positions of the arguments that it was not observed to write to.
+                effects, values = self.cut.effects, node.args[1]
+                may_change = effects.written_classes[effects.place[node]] | self.cut.states
+                assert isinstance(values, (tuple, list))
+                nodes_of = {k: n for k, n in enumerate(values) if isinstance(n, fx.Node)}
+                only_read = [k for k, n in nodes_of.items() if effects.alias[n] not in may_change]
+                checked = with_checks(copy.target, only_read, node.name, info(node).is_hook)  # type: ignore[arg-type]
+                copy.target = with_saved_tensors(checked)
             if ordinal is None and info(node).opaque is not None:
                 alone = functools.partial(seeded_function, len(self.ordinals), device=self.device)
                 wrap = alone if opaque_call_of(node).seeds_generator else forbid_random_numbers
@@ -341,13 +358,6 @@ class _StageBuilder:
                     seeded_function(ordinal, copy.target, self.device, random_draws_of(node).from_python),
                 )
 
-    def _only_read(self, node: fx.Node) -> list[int]:
-        """Returns the positions of the arguments of an opaque call that it was not observed to write to."""
-        effects, values = self.cut.effects, node.args[1]
-        may_change = effects.written_classes[effects.place[node]] | self.cut.states
-        assert isinstance(values, (tuple, list))
-        return [k for k, n in enumerate(values) if isinstance(n, fx.Node) and effects.alias[n] not in may_change]
-
     def send(self, sends: Iterable[fx.Node], assigns: dict[str, fx.Node], stashed: Collection[str]) -> None:
         self._set_state(self.cut.traced.state)  # a copy made in a `no_grad` block would lose its gradient
         values = []
@@ -357,7 +367,7 @@ class _StageBuilder:
                 # Memory of a parameter or a buffer, which will be overwritten while others still read this value.
                 value = self._call(clone, (value,), f"{node.name}_copy")
             if node.name in stashed:
-                value = insert_stash(self.graph, value, node.name)
+                value = self._call(stash, (value, node.name), f"{node.name}_stashed")
             values.append(value)
         self.graph.output((*values, *(self.copies[node] for node in assigns.values()), *self.statistics))
         effects = self.cut.effects
@@ -366,14 +376,6 @@ class _StageBuilder:
         }
         for node, copy in self.copies.items():
             update_info(copy, writes=WriteOrder(effects.place.get(node, -1), last.get(effects.alias[node], -1)))
-
-    def _defer(self, node: fx.Node, copy: fx.Node) -> None:
-        if node.name in self.deferring.norms:
-            mean, var = (str(n.target) for n in running_statistics(node))
-            self.statistics.append(defer_batch_norm(copy, (mean, var)))
-        elif node.name in self.deferring.whole:
-            copy.target = defer_in_opaque_call(node.target, node)  # type: ignore[arg-type]
-            self.statistics.append(self._call(operator.getitem, (copy, -1), f"{node.name}_statistics"))
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
         return self.graph.create_node("call_function", function, args, name=name)

@@ -11,7 +11,7 @@ A cut is forbidden
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -59,7 +59,11 @@ class Aliases:
             alias = effects.alias[node]
             if alias is not None:
                 members[alias].append(node)
-                base = _base_of(effects, node)
+                name, base = opname(node.target), None  # the node that this one is, or is a view of, at any size
+                if node in effects.same:
+                    base = effects.same[node] if name != "contiguous" else None
+                elif name in VIEW_FUNCTIONS:
+                    base = next((n for n in node.all_input_nodes if effects.alias[n] == alias), None)
                 if base is not None:
                     source[node] = base
         for node in _detached_with_history(effects, source):
@@ -79,16 +83,6 @@ class Aliases:
         return remaining.pop(), again[::-1]
 
 
-def _base_of(effects: Effects, node: fx.Node) -> fx.Node | None:
-    """Returns the node that this one is, or is a view of, at any size."""
-    name = opname(node.target)
-    if node in effects.same:
-        return effects.same[node] if name != "contiguous" else None
-    if name not in VIEW_FUNCTIONS:
-        return None
-    return next((n for n in node.all_input_nodes if effects.alias[n] == effects.alias[node]), None)
-
-
 def _detached_with_history(effects: Effects, source: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """Finds detached views to which something with a gradient is written."""
     with_gradient = {effects.alias[node] for node, requires_grad in effects.requires_grad.items() if requires_grad}
@@ -96,7 +90,9 @@ def _detached_with_history(effects: Effects, source: Mapping[fx.Node, fx.Node]) 
     written_to = set[fx.Node]()
     for place, node in enumerate(effects.nodes):
         if node in source:
-            nearest = node if _is_detaching(node) else detached.get(source[node])
+            name = opname(node.target)
+            detaches = name == "detach" or (name == "getattr" and node.args[1:2] == ("data",))
+            nearest = node if detaches else detached.get(source[node])
             if nearest is not None:
                 detached[node] = nearest
         written = effects.written_classes[place]
@@ -109,15 +105,6 @@ def _detached_with_history(effects: Effects, source: Mapping[fx.Node, fx.Node]) 
             written_to |= targets
             with_gradient |= written
     return written_to
-
-
-def _is_detaching(node: fx.Node) -> bool:
-    name = opname(node.target)
-    return name == "detach" or (name == "getattr" and node.args[1:2] == ("data",))
-
-
-def alias_classes_written_at(effects: Effects, places: Iterable[int]) -> set[int]:
-    return set().union(*(effects.written_classes[p] for p in places))
 
 
 def _is_container(node: fx.Node) -> bool:
@@ -133,20 +120,15 @@ def forbidden_cuts(traced: Traced) -> dict[int, str]:
     effects = traced.effects
     assert effects is not None
     reasons: dict[int, str] = {}
-    for first, last, reason in (
-        *_part_spans(effects),
-        *_buffer_spans(traced, effects),
-        *_shared_memory_spans(traced, effects),
-    ):
+    parts = (
+        (effects.place[container], place, f"{node.name} is a part of {container.name}")
+        for place, node in enumerate(effects.nodes)
+        if (container := container_of(node)) is not None
+    )
+    for first, last, reason in (*parts, *_buffer_spans(traced, effects), *_shared_memory_spans(traced, effects)):
         for place in range(max(first, 0) + 1, last + 1):
             reasons.setdefault(place, reason)
     return reasons
-
-
-def _part_spans(effects: Effects) -> Iterator[ForbiddenSpan]:
-    for place, node in enumerate(effects.nodes):
-        if (container := container_of(node)) is not None:
-            yield effects.place[container], place, f"{node.name} is a part of {container.name}"
 
 
 def _buffer_spans(traced: Traced, effects: Effects) -> Iterator[ForbiddenSpan]:
@@ -182,25 +164,18 @@ def _shared_memory_spans(traced: Traced, effects: Effects) -> Iterator[Forbidden
     for alias, last_write in _last_writes(effects).items():
         if alias is None or alias in states:
             continue
-        for first, last, crossing in _crossing_members(effects, aliases.members[alias]):
-            if first < last_write and aliases.nearest_root(crossing) is None:
+        members = aliases.members[alias]
+        ends = sorted({effects.place[n] for n in members} | {effects.last[n] for n in members})
+        born: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in members:
+            born[effects.place[node]].append(node)
+        crossing: list[fx.Node] = []
+        for first, last in pairwise(ends):
+            crossing = [n for n in (*crossing, *born[first]) if effects.last[n] > first]
+            if crossing and first < last_write and aliases.nearest_root(crossing) is None:
                 names = ", ".join(n.name for n in crossing)
                 yield first, min(last, last_write), f"{names} share memory that is changed later"
 
 
-def _crossing_members(effects: Effects, members: Sequence[fx.Node]) -> Iterator[tuple[int, int, list[fx.Node]]]:
-    """Yields the `members` that cross the cuts between two places: (first, last, members)."""
-    ends = sorted({effects.place[n] for n in members} | {effects.last[n] for n in members})
-    born: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in members:
-        born[effects.place[node]].append(node)
-    alive: list[fx.Node] = []
-    for first, last in pairwise(ends):
-        alive = [n for n in (*alive, *born[first]) if effects.last[n] > first]
-        if alive:
-            yield first, last, alive
-
-
 def _last_writes(effects: Effects) -> dict[int | None, int]:
-    """Returns alias class -> the last place that changes it."""
     return {alias: place for place, classes in enumerate(effects.written_classes) for alias in classes}

@@ -72,13 +72,16 @@ class DeferredBatchNorm:
                     f"{info(node).source}) {problem}; change that, or give deferred_batch_norm=False"
                 )
         as_it_is = [n for n in effects.nodes if info(n).opaque is not None and container_of(n) is None]
-        whole = {n for n in as_it_is if any(_is_buffer(traced, a) for a in _opaque_call_arguments(n))}
+        attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
+        tensors = {n: attribute_tensor(traced, n) for n in attributes}
+        buffers = {n for n, t in tensors.items() if t.is_floating_point() and not isinstance(t, torch.nn.Parameter)}
+        whole = {n for n in as_it_is if not buffers.isdisjoint(n.all_input_nodes)}
         tracked = {str(s.target) for statistics in norms.values() for s in statistics}
         tracking = {name.rpartition(".")[0] for name in tracked}
         counters = {
             str(n.target)
-            for n in traced.graph.nodes
-            if n.op == "get_attr" and _is_counter(n, tracking, whole, traced, effects)
+            for n in attributes
+            if not tensors[n].is_floating_point() and _is_counter(n, tracking, whole, traced, effects)
         }
         names = [frozenset(n.name for n in nodes) for nodes in (norms, whole)]
         return cls(names[0], names[1], frozenset(tracked), frozenset(counters))
@@ -111,28 +114,13 @@ def _undeferrable_reason(
 
 
 def _bound_norm_arguments(norm: fx.Node) -> dict[str, Any]:
-    """Returns the arguments of a batch norm by name."""
     return _NORM_DEFAULTS | named_arguments(norm)
-
-
-def _opaque_call_arguments(node: fx.Node) -> list[Any]:
-    """Returns the arguments of an opaque call: the tensors of its module, then its inputs."""
-    return [argument for group in node.args for argument in group]  # type: ignore[union-attr]
-
-
-def _is_buffer(traced: Traced, value: Any) -> bool:
-    if not isinstance(value, fx.Node) or value.op != "get_attr":
-        return False
-    tensor = attribute_tensor(traced, value)
-    return tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter)
 
 
 def _is_counter(attribute: fx.Node, tracking: set[str], whole: set[fx.Node], traced: Traced, effects: Effects) -> bool:
     """Returns whether a buffer next to running statistics changes independently of the inputs."""
     name, users = str(attribute.target), list(attribute.users)
     path, _, key = name.rpartition(".")
-    if attribute_tensor(traced, attribute).is_floating_point():
-        return False
     if any(user in whole for user in users):
         return key == BATCH_COUNTER
     new = traced.assigned.get(name)
@@ -178,10 +166,12 @@ def _untracked_arguments(
 
 
 def defer_in_opaque_call(function: Callable[..., Any], node: fx.Node) -> Callable[..., Any]:
-    """Wraps an opaque `function`: it also returns, last, the statistics of the batch norm in it."""
-    names = [
-        str(a.target) if isinstance(a, fx.Node) and a.op == "get_attr" else None for a in _opaque_call_arguments(node)
-    ]
+    """Wraps an opaque `function`: it also returns, last, the statistics of the batch norm in it.
+
+    The arguments of the call are the tensors of its module, then its inputs.
+    """
+    arguments = [argument for group in node.args for argument in group]  # type: ignore[union-attr]
+    names = [str(a.target) if isinstance(a, fx.Node) and a.op == "get_attr" else None for a in arguments]
 
     @functools.wraps(function)
     def call(tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> tuple[Any, ...]:

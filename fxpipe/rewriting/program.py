@@ -87,10 +87,9 @@ class Stage:
 
     def callable(self, is_split: bool) -> StageCallable:
         """Returns the callable that runs the stage. `is_split`: compute the gradients of weights in W, not in B."""
-        callable_ = self._callables.get(is_split)
-        if callable_ is None:
-            callable_ = self._callables[is_split] = self.make_callable(self, is_split)
-        return callable_
+        if is_split not in self._callables:
+            self._callables[is_split] = self.make_callable(self, is_split)
+        return self._callables[is_split]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +217,9 @@ class WeightGradientTape:
         self.uses.append(use)
 
     def detached(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        detached = self.detached_parameters.get(name)
-        if detached is None:
-            detached = self.detached_parameters[name] = parameter.detach()
-        return detached
+        if name not in self.detached_parameters:
+            self.detached_parameters[name] = parameter.detach()
+        return self.detached_parameters[name]
 
     def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Stores the gradients at the edges after B; drops the edges, which would keep B's graph alive."""
@@ -245,17 +243,13 @@ class WeightGradientTape:
             for name, new in zip(use.names, use.weight_gradients(gradient), strict=True):
                 left[name] -= 1
                 have = parts.pop(name, None)
-                total = new if have is None else _sum_gradients(have, new)
+                total = new if have is None else new + have if have.is_sparse else have + new  # no sparse + dense
                 del have, new
                 if left[name]:
                     parts[name] = total
                 else:
                     yield name, total
                 del total
-
-
-def _sum_gradients(have: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return new + have if have.is_sparse else have + new  # torch does not add sparse + dense
 
 
 def clone(value: torch.Tensor) -> torch.Tensor:

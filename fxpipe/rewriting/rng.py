@@ -5,7 +5,7 @@ state. They are bit for bit those that torch's generator gives after `manual_see
 belongs to the process, where other stages run at the same time. So, in order of preference:
 
 1. A function that takes `generator=` gets a generator of the thread.
-2. On a CPU, dropout, attention and RNNs are reimplemented with such a generator; RNNs also on a GPU (`rng_kernels`).
+2. On a CPU, dropout and RNNs are reimplemented with such a generator (`RNG_KERNELS`); RNNs also on a GPU.
 3. Torch's other functions draw from torch's generator, which has the state of the thread's generator during the call.
 4. So do functions outside torch: custom operators, and opaque Python, which may read or seed the generator.
    Checkpoints in it (`torch.utils.checkpoint`) become plain calls.
@@ -21,23 +21,25 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
 
 from fxpipe._torch.checkpoint import call_checkpoints_through, can_call_checkpoints_through
 from fxpipe._torch.functions import opname
 from fxpipe._torch.modes import TorchDispatchMode, pop_dispatch_mode, push_dispatch_mode
-from fxpipe._torch.operators import OpOverload, OpOverloadPacket, schema_of
+from fxpipe._torch.operators import RNN_FUNCTIONS, OpOverload, OpOverloadPacket, schema_of
 from fxpipe._torch.versions import TESTED_VERSIONS
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import stage_context
-from fxpipe.rewriting.rng_kernels import ANY_DEVICE_KERNELS, RNG_KERNELS
 from fxpipe.utils import accelerator
 from fxpipe.utils.random_generators import generator_lock, mix_seed
 
+_aten: Any = torch.ops.aten
 _CPU = torch.device("cpu")
 _SEEDED = torch.Tag.nondeterministic_seeded
 
@@ -89,9 +91,11 @@ def seeded_function(
 
     def draw_alone(*args: Any, **kwargs: Any) -> Any:
         seed = mix_seed(stage_context.seed, ordinal)
-        work = functools.partial(call, *args, **kwargs)
-        if python_rng:
-            work = functools.partial(_call_with_python_rng, seed, work)
+
+        def work() -> Any:
+            with seeded_python_rng(seed) if python_rng else contextlib.nullcontext():
+                return call(*args, **kwargs)
+
         for at in dict.fromkeys((device, _CPU)):  # always lock the CPU first, to prevent deadlocks
             work = functools.partial(_lend_generator, _own_generator(at).manual_seed(seed), work)
         # A checkpoint would recompute in backward with torch's generator, while other stages draw from it.
@@ -107,7 +111,13 @@ def seeded_function(
         chosen = draw
     else:
         if not can_call_checkpoints_through():
-            _warn_of_checkpoints(function)
+            warnings.warn(
+                f"{opname(function)}, kept whole, draws random numbers, and torch {torch.__version__} (fxpipe is "
+                f"tested with {TESTED_VERSIONS}) does not let fxpipe switch checkpoints off: if it uses "
+                "torch.utils.checkpoint, that may be recomputed with other random numbers if another stage draws at "
+                "the same time; use no checkpoint in it",
+                stacklevel=2,
+            )
         chosen = draw_alone
     name = function if isinstance(function, str) else opname(function)
     chosen.__name__ = chosen.__qualname__ = f"seeded_{name}"
@@ -124,36 +134,25 @@ def is_from_torch(function: Callable[..., Any] | str) -> bool:
     if isinstance(function, str):
         return True
     if isinstance(function, (OpOverload, OpOverloadPacket)):
-        return _namespace_of(function) == "aten"
+        overload = function if isinstance(function, OpOverload) else getattr(function, function.overloads()[0])
+        return str(overload.namespace) == "aten"
     return str(getattr(function, "__module__", None) or "torch").partition(".")[0] == "torch"
 
 
 def takes_generator(function: Callable[..., Any] | str) -> bool:
     """Returns whether it takes `generator=`. Python functions do not count: some pass it by position."""
     if isinstance(function, OpOverload):
-        return is_from_torch(function) and _generator_place(function) is not None
+        return is_from_torch(function) and _has_generator(function)
     is_python = hasattr(function, "__code__")
-    packet = function if isinstance(function, str) else opname(function)
-    return is_from_torch(function) and not is_python and _has_generator_overload(packet)
+    packet = getattr(_aten, function if isinstance(function, str) else opname(function), None)
+    if not is_from_torch(function) or is_python or not isinstance(packet, OpOverloadPacket):
+        return False
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    return any(_SEEDED in o.tags and _has_generator(o) for o in overloads)
 
 
-@functools.cache
-def _has_generator_overload(packet: str) -> bool:
-    operator = getattr(torch.ops.aten, packet, None)
-    overloads = (
-        [getattr(operator, name) for name in operator.overloads()] if isinstance(operator, OpOverloadPacket) else []
-    )
-    return any(_SEEDED in o.tags and _generator_place(o) is not None for o in overloads)
-
-
-def _generator_place(overload: OpOverload) -> int | None:
-    places = (k for k, argument in enumerate(schema_of(overload).arguments) if argument.name == "generator")
-    return next(places, None)
-
-
-def _namespace_of(function: OpOverload | OpOverloadPacket) -> str:
-    overload = function if isinstance(function, OpOverload) else getattr(function, function.overloads()[0])
-    return str(overload.namespace)
+def _has_generator(overload: OpOverload) -> bool:
+    return any(argument.name == "generator" for argument in schema_of(overload).arguments)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.device) -> torch.device:
@@ -169,32 +168,21 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.dev
 # -- generators ------------------------------------------------------------------------------------------------------
 
 
-class _ThreadGenerators(threading.local):
-    """The generators of a thread, by device; each node seeds the generator that it uses."""
-
-    def __init__(self) -> None:
-        self.of_device: dict[torch.device, torch.Generator] = {}
-
-
-_thread_generators = _ThreadGenerators()
+_thread = threading.local()
 
 
 def _own_generator(device: torch.device) -> torch.Generator:
     """Returns this thread's generator of a device; callers seed it first."""
-    generators = _thread_generators.of_device
+    generators: dict[torch.device, torch.Generator] = _thread.__dict__.setdefault("generators", {})
     if device not in generators:
         generators[device] = torch.Generator(device)
     return generators[device]
 
 
-def _process_generator(device: torch.device) -> accelerator.GeneratorState:
-    return accelerator.default_generator(device)
-
-
 def _lend_generator(generator: torch.Generator, call: Callable[[], Any]) -> Any:
     """Calls `call` with the state of `generator` in the process's generator; then stores the new state."""
     device = generator.device
-    process = _process_generator(device)
+    process = accelerator.default_generator(device)
     with generator_lock(device):
         before = process.get_state()
         process.set_state(generator.get_state())
@@ -203,11 +191,6 @@ def _lend_generator(generator: torch.Generator, call: Callable[[], Any]) -> Any:
         finally:
             generator.set_state(process.get_state())
             process.set_state(before)
-
-
-def _call_with_python_rng(seed: int, call: Callable[[], Any]) -> Any:
-    with seeded_python_rng(seed):
-        return call()
 
 
 @contextlib.contextmanager
@@ -226,35 +209,64 @@ def seeded_python_rng(seed: int) -> Iterator[None]:
             numpy.random.set_state(before[1])
 
 
-def _warn_of_checkpoints(function: Any) -> None:
-    warnings.warn(
-        f"{opname(function)}, kept whole, draws random numbers, and torch {torch.__version__} (fxpipe is tested with "
-        f"{TESTED_VERSIONS}) does not let fxpipe switch checkpoints off: if it uses torch.utils.checkpoint, that may "
-        "be recomputed with other random numbers if another stage draws at the same time; use no checkpoint in it",
-        stacklevel=2,
-    )
+# -- Random functions that take no generator, reimplemented with one --------------------------------------------------
+#
+# They give the results of torch's functions after `manual_seed`, bit for bit: the same kernels on the same numbers in
+# the same order (ATen: `Dropout.cpp`, `RNN.cpp`; the tests compare them). So workers do not wait for the generator of
+# the process. For unsupported arguments a function returns `NotImplemented` before it draws.
+#
+# This holds on a CPU. On a GPU other kernels draw, and only the RNNs are reimplemented: cuDNN draws their dropout from
+# a separate state, which torch's seed does not set and which continues from call to call, so recomputation would get
+# another mask.
+
+
+def dropout(
+    generator: Generator, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not training or not 0 < p < 1 or input.numel() == 0:
+        return F.dropout(input, p, training, inplace)  # draws nothing
+    noise = torch.empty_like(input).bernoulli_(1 - p, generator=generator).div_(1 - p)
+    return input.mul_(noise) if inplace else input.mul(noise)
+
+
+def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes an RNN that runs layer by layer, with dropout in between."""
+
+    def run(generator: Generator, input: Tensor, hx: Any, params: Any, *options: Any, **more: Any) -> Any:
+        if more or len(options) != 6 or not isinstance(params, (tuple, list)):  # a packed sequence
+            return NotImplemented
+        has_biases, layers, p, train, bidirectional, batch_first = options
+        states = hx if isinstance(hx, (tuple, list)) else (hx,)
+        each = len(params) // layers
+        parts = [state.split(2 if bidirectional else 1) for state in states]
+        ends: list[Sequence[Tensor]] = []
+        x = input.transpose(0, 1) if batch_first else input
+        for layer in range(layers):
+            if layer and train and p:
+                x = dropout(generator, x, p)
+            initial = [part[layer].contiguous() for part in parts]
+            weights = params[layer * each : (layer + 1) * each]
+            x, *end = function(
+                x, initial if len(initial) > 1 else initial[0], weights, has_biases, 1, 0.0, train, bidirectional, False
+            )
+            ends.append(end)
+        return (x.transpose(0, 1) if batch_first else x, *map(torch.cat, zip(*ends, strict=True)))
+
+    return run
+
+
+ANY_DEVICE_KERNELS = {
+    function: _recurrent(function)
+    for function in (*RNN_FUNCTIONS, _aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input)
+}
+# (generator, *arguments of the function) -> its result
+RNG_KERNELS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((F.dropout, torch.dropout, _aten.dropout.default), dropout),
+    **ANY_DEVICE_KERNELS,
+}
 
 
 # -- Python that should draw nothing ---------------------------------------------------------------------------------
-
-
-@functools.cache
-def _draws_random_numbers(overload: OpOverload) -> bool:
-    """Returns whether an overload draws. `_fused_sdp_choice` has the tag, but returns a number."""
-    return _SEEDED in overload.tags and any("Tensor" in str(r.type) for r in schema_of(overload).returns)
-
-
-def _call_under(mode: TorchDispatchMode, call: Callable[[], Any]) -> Any:
-    """Calls under a mode.
-
-    A `with` would also set global flags that disable torch.compile; threads that leave in another order than they
-    entered would never reset them.
-    """
-    push_dispatch_mode(mode)
-    try:
-        return call()
-    finally:
-        pop_dispatch_mode()
 
 
 class _NoRandomNumbers(TorchDispatchMode):
@@ -264,10 +276,11 @@ class _NoRandomNumbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _draws_random_numbers(func):
+        # `_fused_sdp_choice` has the tag, but returns a number.
+        if _SEEDED not in func.tags or not any("Tensor" in str(r.type) for r in schema_of(func).returns):
             return func(*args, **kwargs)
         device = _device_of(args, kwargs, _CPU)
-        process = _process_generator(device)
+        process = accelerator.default_generator(device)
         with generator_lock(device):
             before = process.get_state()
             result = func(*args, **kwargs)
@@ -286,6 +299,12 @@ def forbid_random_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if not stage_context.recomputes:
             return function(*args)
-        return _call_under(_NoRandomNumbers(function.__name__), functools.partial(function, *args))
+        # A `with` would also set global flags that disable torch.compile; threads that leave in another order than they
+        # entered would never reset them.
+        push_dispatch_mode(_NoRandomNumbers(function.__name__))
+        try:
+            return function(*args)
+        finally:
+            pop_dispatch_mode()
 
     return call

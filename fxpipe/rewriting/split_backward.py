@@ -4,9 +4,6 @@ W takes the parameters that the stage uses only as the weight or the bias of nod
 linear, convolutions, matrix products, embeddings. A parameter with another use (a norm of it in the loss, a cast, a
 reparametrization) stays in B, and so do the nodes that use it and their other parameters: a gradient is computed either
 in B or in W, and summed over its uses in autograd's order, the last use first.
-
-`x @ w.t()` is `linear(x, w)` if nothing else uses `w.t()`. Autograd adds such a gradient at the transposition, not at
-the product; so if `w` has more than one other use, for which the order matters, it stays in B.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,26 +54,29 @@ for _dims, _is_transposed in itertools.product((1, 2, 3), (False, True)):
     _CONVOLUTIONS |= dict.fromkeys((_function, _overload), (_kind, _dims, _is_transposed))
 _CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-_TRANSPOSITIONS = {(0, 1), (1, 0), (-1, -2), (-2, -1)}
 
 
-@dataclass(frozen=True, slots=True)
-class SplitStageCode:
-    """The code of a stage whose W computes gradients of weights: it takes a `WeightGradientTape` first."""
+def split_stage_backward(stage: Stage) -> tuple[fx.GraphModule, frozenset[str]]:
+    """Splits the backward of a stage for all parameters that allow it.
 
-    run: fx.GraphModule
-    split_parameters: frozenset[str]  # W computes their gradients; if empty, `run` is the stage's code, without a tape
-
-
-def split_stage_backward(stage: Stage) -> SplitStageCode:
-    """Splits the backward of a stage for all parameters that allow it."""
+    Returns its code, which takes a `WeightGradientTape` first, and the parameters whose gradients W computes; if there
+    are none, the code is the stage's, without a tape.
+    """
     run = stage_code(stage)
-    parameters = _parameters(stage, run.graph)
-    uses = _splittable_nodes(run.graph, parameters)
+    # Parameters that may require grad, without buffers that F changes.
+    attributes = zip((n for n in run.graph.nodes if n.op == "placeholder"), stage.attributes, strict=False)
+    parameters = {node: name for node, name in attributes if name not in stage.changes}
+    uses = {node: use for node in run.graph.nodes if (use := _splittable_node(node, parameters)) is not None}
+    while True:
+        split = {p for use in uses.values() for p in use.parameters}
+        kept = {p for p in split if not uses.keys() >= p.users.keys()}
+        if not kept:
+            break
+        uses = {node: use for node, use in uses.items() if kept.isdisjoint(use.parameters)}
     if not uses:
-        return SplitStageCode(run, frozenset())
-    split = fx.GraphModule({}, _with_splits(run.graph, uses), class_name=type(run).__name__)
-    return SplitStageCode(split, frozenset(parameters[p] for use in uses.values() for p in use.parameters))
+        return run, frozenset()
+    code = fx.GraphModule({}, _with_splits(run.graph, uses), class_name=type(run).__name__)
+    return code, frozenset(parameters[p] for p in split)
 
 
 def stage_code(stage: Stage) -> fx.GraphModule:
@@ -90,34 +90,9 @@ class SplittableNode:
     """A node to split, and its replacement."""
 
     parameters: tuple[fx.Node, ...]  # W computes their gradients
-    reads: tuple[fx.Node, ...]  # operands of the node: the parameters, or one of them transposed
     make: Callable[[], Callable[..., Any]]  # makes the function to call instead
     args: tuple[Any, ...]  # after the tape
     kwargs: dict[str, Any]
-
-
-def _parameters(stage: Stage, graph: fx.Graph) -> ParameterNames:
-    """Returns the parameters of a stage that may require grad, without buffers that F changes."""
-    attributes = zip((n for n in graph.nodes if n.op == "placeholder"), stage.attributes, strict=False)
-    return {node: name for node, name in attributes if name not in stage.changed_buffers and name not in stage.assigns}
-
-
-def _splittable_nodes(graph: fx.Graph, parameters: ParameterNames) -> dict[fx.Node, SplittableNode]:
-    uses = {node: use for node in graph.nodes if (use := _splittable_node(node, parameters)) is not None}
-    while True:
-        reads = {read for use in uses.values() for read in use.reads}
-        kept = {p for use in uses.values() for p in use.parameters if not _is_covered(p, uses, reads)}
-        if not kept:
-            return uses
-        uses = {node: use for node, use in uses.items() if kept.isdisjoint(use.parameters)}
-
-
-def _is_covered(parameter: fx.Node, uses: dict[fx.Node, SplittableNode], reads: set[fx.Node]) -> bool:
-    """Returns whether every use of the parameter is split, and its gradient is summed in the order of the uses."""
-    transposed = [user for user in parameter.users if user not in uses]
-    if any(len(user.users) > 1 or user not in reads for user in transposed):
-        return False
-    return not transposed or len(parameter.users) <= 2
 
 
 def _with_splits(graph: fx.Graph, uses: dict[fx.Node, SplittableNode]) -> fx.Graph:
@@ -127,10 +102,7 @@ def _with_splits(graph: fx.Graph, uses: dict[fx.Node, SplittableNode]) -> fx.Gra
         name = f"_{name}"
     tape = new.placeholder(name)
     copies: dict[fx.Node, fx.Node] = {}
-    gone = {read for use in uses.values() for read in use.reads if read not in use.parameters}
     for node in graph.nodes:
-        if node in gone:
-            continue
         use = uses.get(node)
         if use is None:
             copies[node] = new.node_copy(node, copies.__getitem__)
@@ -153,76 +125,65 @@ def _splittable_node(node: fx.Node, parameters: ParameterNames) -> SplittableNod
     function: Any = node.target
     if function in (F.linear, _aten.linear.default):
         arguments = _bound_arguments(node, ("input", "weight", "bias"))
-        return None if arguments is None else _split_product(node, parameters, LINEAR, *arguments.values())
+        return None if arguments is None else _split_operands(node, parameters, LINEAR, *arguments.values())
     operands = () if node.kwargs else node.args
     if function in _PRODUCTS and len(operands) == 2:
-        return _split_product(node, parameters, MATMUL, *operands, None)
+        return _split_operands(node, parameters, MATMUL, *operands, None)
     if function in (torch.addmm, _aten.addmm.default, "addmm") and len(operands) == 3:
-        return _split_product(node, parameters, ADDMM, operands[1], operands[2], operands[0])
-    if function in (torch.bmm, _aten.bmm.default, "bmm") and len(operands) == 2 and _static_rank(operands[1]) == 3:
-        return _split_operands(node, parameters, BMM, *operands, None)
+        return _split_operands(node, parameters, ADDMM, operands[1], operands[2], operands[0])
+    if function in (torch.bmm, _aten.bmm.default, "bmm") and len(operands) == 2:
+        return _split_operands(node, parameters, BMM, *operands, None, rank=3)
     if function in _CONVOLUTIONS:
-        return _split_convolution(node, parameters, function)
+        return _split_convolution(node, parameters, *_CONVOLUTIONS[function])
     if function is F.embedding or function is _aten.embedding.default:
         place = 1 if function is F.embedding else 0
         table = node.args[place] if len(node.args) > place else None
         if not isinstance(table, fx.Node) or table not in parameters or node.args[1 - place] is table:
             return None
         make = functools.partial(split_embedding, function, parameters[table], place)
-        return SplittableNode((table,), (table,), make, node.args, node.kwargs)
+        return SplittableNode((table,), make, node.args, node.kwargs)
     return None
 
 
-def _split_product(
-    node: fx.Node, parameters: ParameterNames, kind: OperatorKind, x: Any, w: Any, b: Any
-) -> SplittableNode | None:
-    """Splits a product with a parameter or a transposed parameter."""
-    if _static_rank(w) != 2:
-        return None
-    if b is None and w not in parameters and (parameter := _transposed_parameter(w, parameters)) is not None:
-        use = _split_operands(node, parameters, MATMUL if kind is LINEAR else LINEAR, x, parameter, None)
-        return None if use is None else replace(use, reads=(w,))
-    return _split_operands(node, parameters, kind, x, w, b)
-
-
 def _split_operands(
-    node: fx.Node, parameters: ParameterNames, kind: OperatorKind, x: Any, w: Any, b: Any, options: tuple[Any, ...] = ()
+    node: fx.Node,
+    parameters: ParameterNames,
+    kind: OperatorKind,
+    x: Any,
+    w: Any,
+    b: Any,
+    options: tuple[Any, ...] = (),
+    rank: int = 2,
 ) -> SplittableNode | None:
-    """Splits a node by its operands; None if `w` or `b` is not a parameter, or a parameter occurs twice."""
+    """Splits a node by its operands; None if `w`, of this rank, or `b` is not a parameter, or one occurs twice."""
     used = [n for n in (w, b) if n is not None]
     if not isinstance(x, fx.Node) or x in used or w is b or not all(n in parameters for n in used):
+        return None
+    shapes = info(w).full_shapes
+    if not shapes or len(shapes[0].shape) != rank or any(size.free_symbols for size in shapes[0].shape):
         return None
     names = parameters[w], None if b is None else parameters[b]
     casts = any(autocast.enabled for autocast in state_of(node).autocast)
     make = functools.partial(split_node, kind, names, casts)
-    return SplittableNode(tuple(used), tuple(used), make, (x, w, b, *options), {})
+    return SplittableNode(tuple(used), make, (x, w, b, *options), {})
 
 
 def _split_convolution(
-    node: fx.Node, parameters: ParameterNames, function: Callable[..., Any]
+    node: fx.Node, parameters: ParameterNames, kind: OperatorKind, dims: int, transposed: bool
 ) -> SplittableNode | None:
-    kind, dims, transposed = _CONVOLUTIONS[function]
     arguments = _bound_arguments(node, _TRANSPOSED_ARGUMENTS if transposed else _CONVOLUTION_ARGUMENTS)
-    if arguments is None or not isinstance(arguments["weight"], fx.Node) or _is_complex(arguments["weight"]):
-        return None  # complex convolutions consist of three real ones
-    shape = _static_shape(arguments["weight"])
-    if shape is None or len(shape) != dims + 2:
+    if arguments is None or not isinstance(arguments["weight"], fx.Node):
         return None
+    if any(shape.dtype.is_complex for shape in info(arguments["weight"]).shapes):
+        return None  # complex convolutions consist of three real ones
     stride, dilation = _per_dimension(arguments["stride"], dims, 1), _per_dimension(arguments["dilation"], dims, 1)
-    padding, output_padding = arguments["padding"], _per_dimension(arguments.get("output_padding"), dims, 0)
+    padding, output_padding = (_per_dimension(arguments.get(k), dims, 0) for k in ("padding", "output_padding"))
     groups = 1 if arguments["groups"] is None else arguments["groups"]
-    if padding == "valid":
-        padding = 0
-    elif padding == "same" and dilation is not None:
-        both = [d * (k - 1) for d, k in zip(dilation, shape[2:], strict=True)]
-        padding = None if any(p % 2 for p in both) else [p // 2 for p in both]  # odd: torch pads the input first
-        if padding is None:
-            return None
-    padding = _per_dimension(padding, dims, 0)
     if stride is None or dilation is None or padding is None or output_padding is None or not isinstance(groups, int):
         return None
     options = (stride, padding, dilation, output_padding, groups)
-    return _split_operands(node, parameters, kind, arguments["input"], arguments["weight"], arguments["bias"], options)
+    operands = arguments["input"], arguments["weight"], arguments["bias"]
+    return _split_operands(node, parameters, kind, *operands, options, dims + 2)
 
 
 def _bound_arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any] | None:
@@ -233,41 +194,8 @@ def _bound_arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any] | No
 
 
 def _per_dimension(value: Any, dims: int, default: int) -> list[int] | None:
-    """Returns a number for each dimension; None if they are computed."""
+    """Returns a number for each dimension; None if they are computed, or for a padding by name."""
     numbers = [default] if value is None else [value] if isinstance(value, int) else value
     if not isinstance(numbers, Sequence) or isinstance(numbers, str) or not all(isinstance(k, int) for k in numbers):
         return None
     return list(numbers) * dims if len(numbers) == 1 else list(numbers)
-
-
-def _transposed_parameter(node: Any, parameters: ParameterNames) -> fx.Node | None:
-    if not isinstance(node, fx.Node) or not node.args or node.args[0] not in parameters or node.kwargs:
-        return None
-    is_it = (
-        (node.target in ("t", _aten.t.default) and len(node.args) == 1)
-        or (node.target is getattr and node.args[1] in ("T", "mT"))
-        or (
-            node.target in ("transpose", torch.transpose, _aten.transpose.int)
-            and tuple(node.args[1:]) in _TRANSPOSITIONS
-        )
-        or (node.target is torch.t)
-    )
-    parameter = node.args[0]
-    return parameter if is_it and isinstance(parameter, fx.Node) else None
-
-
-def _static_shape(node: Any) -> tuple[int, ...] | None:
-    """Returns the shape of a parameter, or of a value made from one; None if it depends on input sizes."""
-    shapes = info(node).full_shapes if isinstance(node, fx.Node) else None
-    if not shapes or any(size.free_symbols for size in shapes[0].shape):
-        return None
-    return tuple(int(size) for size in shapes[0].shape)
-
-
-def _static_rank(node: Any) -> int | None:
-    shape = _static_shape(node)
-    return None if shape is None else len(shape)
-
-
-def _is_complex(node: fx.Node) -> bool:
-    return bool(info(node).shapes[0].dtype.is_complex)

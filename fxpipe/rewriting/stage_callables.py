@@ -4,8 +4,8 @@ The backward is split if a schedule has W (`split_backward`). For the compiler, 
 (`rng_compiled`). To autograd a compiled stage is one node, so B computes all of its gradients and W none.
 
 A stage compiles at its first F, in its worker, since the compiler fixes the number of threads of an operation; one
-stage at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph, the
-second time for any size. Dynamic sizes of the graph are dynamic for the compiler from the start.
+stage at a time. Uneven micro-batches have two sizes, so a stage compiles twice for a graph, the second time for any
+size. Dynamic sizes of the graph are dynamic for the compiler from the start.
 """
 
 from __future__ import annotations
@@ -33,26 +33,18 @@ def make_stage_callable(stage: Stage, is_split: bool, options: Mapping[str, Any]
         is_split: compute the gradients of weights in W, not in B, unless it is compiled.
         options: keywords of `torch.compile`; None: it is not compiled.
     """
-    return _plain_callable(stage, is_split) if options is None else _compiled_callable(stage, options)
-
-
-def _plain_callable(stage: Stage, is_split: bool) -> StageCallable:
     code, parameters = stage_code(stage), frozenset[str]()
-    if is_split:
-        split = split_stage_backward(stage)
-        code, parameters = split.run, split.split_parameters
-    # Not the module: fx's call drops the traceback of a failing builtin, and with it the node.
-    return StageCallable(code.forward, parameters, functools.partial(_failing_node, code))
-
-
-def _compiled_callable(stage: Stage, options: Mapping[str, Any]) -> StageCallable:
+    if options is None:
+        if is_split:
+            code, parameters = split_stage_backward(stage)
+        # Not the module: fx's call drops the traceback of a failing builtin, and with it the node.
+        return StageCallable(code.forward, parameters, functools.partial(_failing_node, code))
     from fxpipe.rewriting.rng_compiled import with_compilable_rng  # registers an operator
 
-    code = stage_code(stage)
     compiled: StageFunction = torch.compile(with_compilable_rng(code).forward, **options)
     dynamic = {} if options.get("dynamic") is False else _dynamic_dims(code.graph, stage)
-    function = SerializedCompilation(compiled, len(stage.attributes), dynamic)
-    return StageCallable(function, frozenset(), functools.partial(_failing_node, code))
+    function = _serialized(compiled, len(stage.attributes), dynamic)
+    return StageCallable(function, parameters, functools.partial(_failing_node, code))
 
 
 def _dynamic_dims(graph: fx.Graph, stage: Stage) -> dict[int, tuple[int, ...]]:
@@ -85,31 +77,32 @@ def _failing_node(code: fx.GraphModule, error: BaseException) -> str:
     return ""
 
 
-class SerializedCompilation:
-    """Compiled code that compiles only while no other does."""
+def _serialized(code: StageFunction, attributes: int, dynamic: Mapping[int, tuple[int, ...]]) -> StageFunction:
+    """Returns compiled code that compiles only while no other does.
 
-    def __init__(self, code: StageFunction, attributes: int, dynamic: Mapping[int, tuple[int, ...]]):
-        """`dynamic`: by place among the arguments, dimensions to compile for any size."""
-        self._code, self._attributes, self._dynamic = code, attributes, dynamic
-        self._seen: set[Hashable] = set()
+    `dynamic`: by place among the arguments, dimensions to compile for any size.
+    """
+    seen = set[Hashable]()
 
-    def __call__(self, *args: Any) -> tuple[Any, ...]:
+    def call(*args: Any) -> tuple[Any, ...]:
         # Attributes do not change, except for `requires_grad`.
         kind = (
             torch.is_grad_enabled(),
-            *(a.requires_grad for a in args[: self._attributes] if isinstance(a, torch.Tensor)),
-            *map(_compile_key, args[self._attributes :]),
+            *(a.requires_grad for a in args[:attributes] if isinstance(a, torch.Tensor)),
+            *map(_compile_key, args[attributes:]),
         )
-        if kind in self._seen:
-            return self._code(*args)
-        for place, dims in self._dynamic.items():
+        if kind in seen:
+            return code(*args)
+        for place, dims in dynamic.items():
             if isinstance(args[place], torch.Tensor):
                 mark_dynamic_dims(args[place], dims)
         # Backward, too: otherwise it would be compiled when it first runs.
         with DISPATCH_MODE_LOCK, step_block(), compile_backward_at_once():
-            result = self._code(*args)
-        self._seen.add(kind)
+            result = code(*args)
+        seen.add(kind)
         return result
+
+    return call
 
 
 def _compile_key(value: Any) -> Any:

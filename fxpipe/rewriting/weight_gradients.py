@@ -9,14 +9,13 @@ gradient edge of its output, and a function from the gradient at this edge to th
 
 Only x, which autograd would also keep, and the gradient at the edge are kept. W runs the kernels of autograd's formulas
 on operands of the same strides, so the gradients have the same bits. If x requires no gradient, the node is unchanged,
-and W runs its autograd backward. (`matmul` copies a first operand with gaps if its second operand requires grad, which
-a detached weight does not: the copy is made here.)
+and W runs its autograd backward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -77,13 +76,11 @@ def _is_made_dense(x: torch.Tensor, wants_w: bool) -> bool:
 
 
 def _addmm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, wants_w: bool) -> OperatorResult:
-    y = torch.addmm(b, x, w)
-    return OperatorResult(y, y, x if wants_w else None)
+    return _operator_result(torch.addmm(b, x, w), x, wants_w)
 
 
 def _bmm(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> OperatorResult:
-    y = torch.bmm(x, w)
-    return OperatorResult(y, y, x)
+    return _operator_result(torch.bmm(x, w), x, wants_w)
 
 
 def _linear_gradients(
@@ -91,13 +88,11 @@ def _linear_gradients(
 ) -> WeightBiasGradients:
     # Autograd selects by the strides of the second operand (`mm_mat2_backward` in FunctionsManual.cpp), here `w.t()`.
     w_gradient = None
-    if wants_w:
-        w_gradient = (
-            _gradient_times_input(gradient, x)
-            if w.stride() == (w.shape[1], 1)
-            else _input_times_gradient(gradient, x).t()
-        )
-    return w_gradient, _bias_gradient(gradient, b) if wants_b else None
+    if wants_w and w.stride() == (w.shape[1], 1):
+        w_gradient = _as_matrix(gradient).t().mm(_as_matrix(x).conj())
+    elif wants_w:
+        w_gradient = _as_matrix(x).t().conj().mm(_as_matrix(gradient)).t()
+    return w_gradient, gradient.sum_to_size(b.shape) if wants_b and b is not None else None
 
 
 def _matmul_gradients(
@@ -113,26 +108,10 @@ def _bmm_gradients(
     return x.transpose(1, 2).conj().bmm(gradient), None
 
 
-def _gradient_times_input(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return _as_matrix(gradient).t().mm(_conjugate(_as_matrix(x)))
-
-
-def _input_times_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return _conjugate(_as_matrix(x).t()).mm(_as_matrix(gradient))
-
-
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 2:
         return tensor
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-
-
-def _conjugate(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.conj() if tensor.is_complex() else tensor
-
-
-def _bias_gradient(gradient: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor | None:
-    return None if b is None else gradient.sum_to_size(b.shape)
 
 
 LINEAR = OperatorKind("linear", _linear, _linear_gradients)
@@ -197,7 +176,7 @@ def split_node(kind: OperatorKind, names: tuple[str, str | None], casts: bool) -
             ran = kind.run(*cast(x, w, b), wants_w, *options)
             edge = _gradient_edge(ran.core)
             weights = [t for t in (w, b) if t is not None and t.requires_grad]
-            tape.note(edge, WeightGradientTask(by_wants[wants], _autograd_gradients(edge, weights)))
+            tape.note(edge, _autograd_task(by_wants[wants], edge, weights))
             return ran.value
         own_x, own_w, own_b = cast(x, tape.detached(w_name, w), None if b is None else tape.detached(b_name, b))
         ran = kind.run(own_x, own_w, own_b, wants_w, *options)
@@ -205,8 +184,12 @@ def split_node(kind: OperatorKind, names: tuple[str, str | None], casts: bool) -
         version, dtype = 0 if kept is None else version_of(kept), w.dtype
 
         def weight_gradients(gradient: torch.Tensor) -> list[torch.Tensor]:
-            if kept is not None:
-                check_input_unchanged(kept, version, w_name)
+            if kept is not None and version_of(kept) != version:  # as autograd checks saved tensors
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"the input that {w_name} was applied to, of shape {tuple(kept.shape)}, is at version "
+                    f"{version_of(kept)}; expected version {version} instead"
+                )
             gradients = kind.weight_gradients(gradient, kept, own_w, own_b, wants_w, wants_b, *options)
             return [g.to(dtype) if casts else g for g in gradients if g is not None]
 
@@ -223,7 +206,7 @@ def split_embedding(function: Callable[..., torch.Tensor], name: str, place: int
         y = function(*args, **kwargs)
         if tape is not None and y.requires_grad:
             edge = _gradient_edge(y)
-            tape.note(edge, WeightGradientTask((name,), _autograd_gradients(edge, [args[place]])))
+            tape.note(edge, _autograd_task((name,), edge, [args[place]]))
         return y
 
     return _with_name(call, getattr(function, "__name__", "embedding").partition(".")[0])
@@ -235,29 +218,12 @@ def _gradient_edge(result: torch.Tensor) -> GradientEdge:
     return GradientEdge(result.grad_fn, result.output_nr)
 
 
-def _autograd_gradients(
-    edge: GradientEdge, weights: list[torch.Tensor]
-) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
-    """Makes the W function of a node whose backward leads to weights only."""
-
-    def weight_gradients(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-        return torch.autograd.grad([edge], weights, [gradient])
-
-    return weight_gradients
-
-
-def check_input_unchanged(x: torch.Tensor, version: int, name: str) -> None:
-    """Raises an error if an input was written to since forward, as autograd does for saved tensors."""
-    if version_of(x) != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: the input "
-            f"that {name} was applied to, of shape {tuple(x.shape)}, is at version {version_of(x)}; expected version "
-            f"{version} instead"
-        )
+def _autograd_task(names: tuple[str, ...], edge: GradientEdge, weights: list[torch.Tensor]) -> WeightGradientTask:
+    """Makes the task of a node whose backward leads to weights only."""
+    return WeightGradientTask(names, lambda gradient: torch.autograd.grad([edge], weights, [gradient]))
 
 
 def cast_operands(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Operands:
-    """Casts the operands as autocast does."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, w, b

@@ -338,7 +338,7 @@ class Stream:
         named = {id(p): name for name, p in engine.model.named_parameters(remove_duplicate=False)}
         every = range(order.stages)
         weights = [StageWeights({named.get(id(p), "?"): p for p in parameters.get(j, ())}) for j in every]
-        self._run = self._make_run(weights, stage_devices, any(map(order.recomputes_in, every)))
+        self._run = self._make_run(weights, stage_devices, any(order.modes[j] != "never" for j in every))
         self._tensors: tuple[BoundProgram, ModelTensors] | None = None  # for the running program
         self._collected = 0  # mini-batches whose loss was returned
         # The last mini-batches: program, micro-batches in the stream, when it began, transfers.

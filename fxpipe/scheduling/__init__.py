@@ -1,7 +1,6 @@
 """Schedules: the order of actions on each device, as plain data.
 
-Three devices hold one stage each, and four micro-batches go through. A device can start its forward after it has
-received the output of its predecessor, so each starts one clock later:
+Three devices hold one stage each. A device starts its forward after the output of its predecessor, one clock later:
 
     clock       0   1   2   3   4   5
     device 0   0F0 0F1 0F2 0F3

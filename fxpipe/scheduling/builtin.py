@@ -1,7 +1,6 @@
 """The schedules that are made stage by stage: pure functions from (micro-batches m, stages n) to one row per stage.
 
-They do not depend on devices (`row_transforms` merges the rows of stages that share a device), so they work with any
-placement.
+They work with any placement: `row_transforms` merges the rows of stages that share a device.
 
 The two zero-bubble schedules split backward. B computes the gradients of a stage's inputs, for which the previous stage
 waits; W computes the gradients of its weights, and fills bubbles. With F, B and W of equal length `zero_bubble` takes
@@ -75,7 +74,7 @@ def inference(m: int, n: int) -> Rows:
 
 def one_f_one_b(m: int, n: int) -> Rows:
     """Makes rows of forwards until the first gradient can arrive, then F and B alternately, then the flush."""
-    return tuple(_stage_row(m, j, ahead=n - 1 - j) for j in range(n))
+    return tuple(_interleaved_row([range(m)], range(j, j + 1), hops=n - 1 - j) for j in range(n))
 
 
 def zero_bubble(m: int, n: int) -> Rows:
@@ -89,11 +88,11 @@ def zero_bubble_2p(m: int, n: int) -> Rows:
 
 
 def _zero_bubble(m: int, n: int, more: int) -> Rows:
-    return tuple(_stage_row(m, j, ahead=n - 1 - j + min(n - 1 - j, more), lag=j + min(j, more)) for j in range(n))
-
-
-def _stage_row(m: int, j: int, ahead: int, lag: int | None = None) -> tuple[Action, ...]:
-    return _interleaved_row([range(m)], range(j, j + 1), ahead, lag)
+    rows = []
+    for j in range(n):
+        ahead = n - 1 - j + min(n - 1 - j, more)
+        rows.append(_interleaved_row([range(m)], range(j, j + 1), ahead, lag=j + min(j, more)))
+    return tuple(rows)
 
 
 def interleaved_1f1b(m: int, p: int, v: int) -> Rows:

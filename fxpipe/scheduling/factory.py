@@ -65,21 +65,20 @@ def read_schedule(text: str, name: str) -> Schedule:
     """Parses a schedule like `parse_schedule`, without validation."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     head = _HEAD.fullmatch(lines[0]) if lines else None
-    rows = tuple(_parse_row(d, line) for d, line in enumerate(lines[1:] if head else lines))
+    rows: list[tuple[Action, ...]] = []
+    for d, line in enumerate(lines[1:] if head else lines):
+        label = _DEVICE.match(line)
+        if label and int(label["device"]) != d:
+            where = f"expected the row of device {d} here, rows stand in the order of the devices"
+            raise ScheduleError(f"{line!r}: {where}")
+        rows.append(_parse_actions(line[label.end() :] if label else line))
     actions = [action for row in rows for action in row]
     if not actions:
         raise ScheduleError("no actions: expected one line for each device, as in '0F0 0F1 0B0 0B1'")
     if head:
-        return Schedule(head["name"], int(head["stages"]), int(head["micro_batches"]), rows)
+        return Schedule(head["name"], int(head["stages"]), int(head["micro_batches"]), tuple(rows))
     stages, micro_batches = max(a.stage for a in actions) + 1, max(a.micro_batch for a in actions) + 1
-    return Schedule(name, stages, micro_batches, rows)
-
-
-def _parse_row(d: int, line: str) -> tuple[Action, ...]:
-    label = _DEVICE.match(line)
-    if label and int(label["device"]) != d:
-        raise ScheduleError(f"{line!r}: expected the row of device {d} here, rows stand in the order of the devices")
-    return _parse_actions(line[label.end() :] if label else line)
+    return Schedule(name, stages, micro_batches, tuple(rows))
 
 
 ScheduleFunction: TypeAlias = Callable[[int, int], Schedule | str | Iterable[str | Iterable[Action | str]]]
@@ -120,7 +119,7 @@ def refuse_bidirectional(schedule: object) -> None:
         )
 
 
-def custom_schedule(schedule: Schedule | ScheduleFunction, n: int, m: int) -> Schedule:
+def _custom_schedule(schedule: Schedule | ScheduleFunction, n: int, m: int) -> Schedule:
     """Makes the table for n stages and m micro-batches, without validation."""
     if not isinstance(schedule, Schedule):
         return _call_function(schedule, n, m)
@@ -174,7 +173,6 @@ def _parse_actions(row: str | Iterable[Action | str]) -> tuple[Action, ...]:
 
 
 def placement_of(schedule: Schedule) -> Placement:
-    """Returns the device of each stage."""
     device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
     return tuple(device_of[j] for j in range(schedule.stages))
 
@@ -214,8 +212,19 @@ def make_schedule(
     """
     known_schedule = as_schedule_like(schedule)
     n, m = parse_count("stages", stages), parse_count("micro_batches", micro_batches)
-    placed = _default_placement(known_schedule, n) if placement is None else _check_device_numbers(placement, n)
-    return _make_schedule(known_schedule, n, m, _check_modes(checkpoint, n), placed, _check_replicas(replicas))
+    placed = None if placement is None else _check_device_numbers(placement, n)
+    if placed is None and isinstance(known_schedule, str):  # a custom schedule contains its placement
+        recipe = SCHEDULES[known_schedule]
+        each = recipe.stages_per_device
+        if n % each:
+            raise ArgumentError(
+                f"schedule {known_schedule!r} has {each} stages on each device, and {n} cannot be shared out so: give "
+                f"a multiple of {each}"
+            )
+        placed = recipe.placement(n // each, each)
+    modes = _check_modes(checkpoint, n)
+    counts = tuple(parse_count("replicas", count, "a whole number of devices for each") for count in replicas)
+    return _make_schedule(known_schedule, n, m, modes, placed, counts if max(counts, default=1) > 1 else ())
 
 
 def schedule_text(schedule: ScheduleLike, micro_batches: int, placement: Placement) -> str:
@@ -239,7 +248,13 @@ def _make_schedule(
         check_placement(schedule_like, placement)
         plain = Schedule(schedule_like, n, m, SCHEDULES[schedule_like].rows(m, placement))
     else:
-        plain = _checked_custom(schedule_like, n, m, placement)
+        plain = _custom_schedule(schedule_like, n, m)
+        validate(plain)
+        if placement not in (None, placement_of(plain)):
+            raise ArgumentError(
+                f"schedule {plain.name!r} has its stages on devices {placement_of(plain)}, and they are on "
+                f"{placement}: give each row the stages of its device"
+            )
     if replicas:
         plain = _with_replicas(plain, replicas, schedule_like in ONE_F_ONE_B)
     schedule = replace(plain, rows=with_recompute(plain.rows, m, modes))
@@ -247,31 +262,17 @@ def _make_schedule(
     return replace(schedule, is_validated=True)
 
 
-def _default_placement(schedule: ScheduleLike, n: int) -> Placement | None:
-    """Returns the placement of a schedule given by name; a custom schedule contains its placement."""
-    if not isinstance(schedule, str):
-        return None
-    recipe = SCHEDULES[schedule]
-    if n % recipe.stages_per_device:
-        raise ArgumentError(
-            f"schedule {schedule!r} has {recipe.stages_per_device} stages on each device, and {n} cannot be shared out "
-            f"so: give a multiple of {recipe.stages_per_device}"
-        )
-    return recipe.placement(n // recipe.stages_per_device, recipe.stages_per_device)
-
-
 def check_placement(name: str, placement: Placement) -> None:
     """Raises `ArgumentError` if the schedule of that name cannot have its stages on these devices."""
     recipe, n, devices = SCHEDULES[name], len(placement), max(placement) + 1
-    if not recipe.has_fixed_placement:
-        return
-    each = n // devices
+    each, least = n // devices, recipe.stages_per_device
     is_number = not recipe.takes(each)
-    if is_number or placement != recipe.placement(devices, each):
-        there = recipe.placement(devices, recipe.stages_per_device)
-        remedy = f"give as many (stages_per_device={recipe.stages_per_device})" if is_number else "put them there"
+    if recipe.has_fixed_placement and (is_number or placement != recipe.placement(devices, each)):
+        there = recipe.placement(devices, least)
+        remedy = f"give as many (stages_per_device={least})" if is_number else "put them there"
+        words = f"{least} stage{'' if least == 1 else 's'}" if least == recipe.most else f"{least} or more stages"
         raise ArgumentError(
-            f"schedule {name!r} needs {recipe.stages_words} on each device, placed as in {there}, but is given {n} "
+            f"schedule {name!r} needs {words} on each device, placed as in {there}, but is given {n} "
             f"stages on {devices} devices, placed as in {placement}: {remedy}, "
             "or use '1f1b' or 'zero_bubble', which take any"
         )
@@ -288,17 +289,6 @@ def _with_replicas(plain: Schedule, replicas: tuple[int, ...], is_one_f_one_b: b
     return replace(plain, rows=rows, replicas=replicas)
 
 
-def _checked_custom(custom: Schedule | ScheduleFunction, n: int, m: int, placement: Placement | None) -> Schedule:
-    schedule = custom_schedule(custom, n, m)
-    validate(schedule)
-    if placement not in (None, placement_of(schedule)):
-        raise ArgumentError(
-            f"schedule {schedule.name!r} has its stages on devices {placement_of(schedule)}, and they are on "
-            f"{placement}: give each row the stages of its device"
-        )
-    return schedule
-
-
 def _check_modes(checkpoint: str | Sequence[str], n: int) -> tuple[Checkpoint, ...]:
     modes = tuple(checkpoint) if isinstance(checkpoint, (tuple, list)) else (cast(str, checkpoint),) * n
     if len(modes) != n:
@@ -310,12 +300,6 @@ def _check_modes(checkpoint: str | Sequence[str], n: int) -> tuple[Checkpoint, .
             there_are = f"there are {', '.join(map(repr, CHECKPOINTS))}{did_you_mean(mode, CHECKPOINTS)}"
             raise ArgumentError(f"checkpoint={mode!r} is unknown; {there_are}")
     return cast(tuple[Checkpoint, ...], modes)
-
-
-def _check_replicas(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of replicas of each device; empty if each has one."""
-    counts = tuple(parse_count("replicas", count, "a whole number of devices for each") for count in replicas)
-    return counts if any(count > 1 for count in counts) else ()
 
 
 def _check_device_numbers(placement: Sequence[int], n: int) -> Placement:

@@ -79,17 +79,7 @@ class ScheduleRecipe:
     most: int | None = None  # limit of stages on a device
 
     def takes(self, each: int) -> bool:
-        if not self.has_fixed_placement:
-            return True
-        return self.stages_per_device <= each <= (self.most or each)
-
-    @property
-    def stages_words(self) -> str:
-        """The numbers of stages on a device, in words."""
-        least = self.stages_per_device
-        if least == self.most:
-            return f"{least} stage{'' if least == 1 else 's'}"
-        return f"{least} or more stages"
+        return not self.has_fixed_placement or self.stages_per_device <= each <= (self.most or each)
 
 
 def _any_placement(by_stage: Callable[[int, int], Rows]) -> ScheduleRecipe:
@@ -97,16 +87,13 @@ def _any_placement(by_stage: Callable[[int, int], Rows]) -> ScheduleRecipe:
         groups = neighbour_groups(placement)
         if len(groups) > max(placement) + 1:  # a device has stages in several places
             return merge_stage_rows(by_stage(m, len(placement)), placement)
-        return expand_groups(
-            merge_stage_rows(by_stage(m, len(groups)), tuple(placement[group[0]] for group in groups)), groups
-        )
+        devices = tuple(placement[group[0]] for group in groups)
+        return expand_groups(merge_stage_rows(by_stage(m, len(groups)), devices), groups)
 
     return ScheduleRecipe(rows)
 
 
 def _in_loops(by_device: Callable[[int, int, int], Rows]) -> ScheduleRecipe:
-    """Returns the recipe of a round-robin schedule of (micro-batches, devices, stages on each)."""
-
     def rows(m: int, placement: Placement) -> Rows:
         devices = max(placement) + 1
         return by_device(m, devices, len(placement) // devices)
@@ -115,12 +102,13 @@ def _in_loops(by_device: Callable[[int, int, int], Rows]) -> ScheduleRecipe:
 
 
 def _in_a_v(by_device: Callable[[int, int], Rows]) -> ScheduleRecipe:
-    """Returns the recipe of a V-shaped schedule of (micro-batches, devices)."""
-
-    def rows(m: int, placement: Placement) -> Rows:
-        return by_device(m, max(placement) + 1)
-
-    return ScheduleRecipe(rows, there_and_back, stages_per_device=2, has_fixed_placement=True, most=2)
+    return ScheduleRecipe(
+        lambda m, placement: by_device(m, max(placement) + 1),
+        there_and_back,
+        stages_per_device=2,
+        has_fixed_placement=True,
+        most=2,
+    )
 
 
 # A single step of a stream ends with a flush, and runs as 1F1B.

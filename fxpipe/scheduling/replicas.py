@@ -8,8 +8,8 @@ the next stage keeps up with it on three devices:
     device 0''          0F2             0B2
     device 1        1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
-The row of a replica has the actions of its micro-batches, in the order of its device's row. It waits for some of
-the actions that the device would wait for, so a schedule that runs does not deadlock with replicas.
+The row of a replica has the actions of its micro-batches, in the order of its device's row, so a schedule that runs
+does not deadlock with replicas.
 
 1F1B is built differently, so that a stage on several devices keeps enough micro-batches. A stage has as many in flight
 as the next stage, plus one for each of its R_j replicas: W_j = R_j + W_j+1, rounded up to a multiple of R_j. So a

@@ -18,8 +18,6 @@ from fxpipe.errors import ArgumentError
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.validation import dependencies
 
-_BY_URGENCY = (ActionKind.WEIGHT, ActionKind.FORWARD, ActionKind.BACKWARD)
-
 
 def merge_stage_rows(rows: Rows, placement: tuple[int, ...]) -> Rows:
     """Makes rows of devices from rows of stages. `placement` gives the device of each stage."""
@@ -29,10 +27,8 @@ def merge_stage_rows(rows: Rows, placement: tuple[int, ...]) -> Rows:
         for row, d in zip(rows, placement, strict=True):
             ordered[d] = row
         return tuple(ordered)
-    return _take_turns(rows, [[j for j, d in enumerate(placement) if d == e] for e in range(devices)])
-
-
-def _take_turns(rows: Rows, stages_of: list[list[int]]) -> Rows:
+    stages_of = [[j for j, d in enumerate(placement) if d == e] for e in range(devices)]
+    by_urgency = (ActionKind.WEIGHT, ActionKind.FORWARD, ActionKind.BACKWARD)
     held = {action for row in rows for action in row}
     ended: set[Action] = set()  # before this clock
     place = [0] * len(rows)
@@ -43,7 +39,7 @@ def _take_turns(rows: Rows, stages_of: list[list[int]]) -> Rows:
             heads = (rows[j][place[j]] for j in stages if place[j] < len(rows[j]))
             ready = [a for a in heads if all(b in ended or b not in held for b in dependencies(a, len(rows)))]
             if ready:
-                action = max(ready, key=_urgency)
+                action = max(ready, key=lambda a: (by_urgency.index(a.kind), a.stage))
                 place[action.stage] += 1
                 device_rows[d].append(action)
                 started.append(action)
@@ -52,14 +48,9 @@ def _take_turns(rows: Rows, stages_of: list[list[int]]) -> Rows:
     return tuple(map(tuple, device_rows))
 
 
-def _urgency(action: Action) -> tuple[int, int]:
-    return _BY_URGENCY.index(action.kind), action.stage
-
-
 # -- Neighbouring stages on one device: if the device has no others, a schedule treats them as one stage --------------
 #
-# No other device acts between them. So the device runs F through all of them before anything else, and B all the way
-# back:
+# So the device runs F through all of them before anything else, and B all the way back:
 #
 #     placement (0, 0, 1), as two stages      and as three
 #     AF0 AF1 AB0 AB1                         0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1
@@ -131,21 +122,15 @@ def with_recompute(rows: Rows, m: int, modes: Sequence[Checkpoint]) -> Rows:
     """
     recomputed = [{"always": m, "except_last": m - 1, "never": 0}[mode] for mode in modes]
     there = {action for row in rows for action in row if action.kind is ActionKind.RECOMPUTE}
-
-    def filled(row: tuple[Action, ...]) -> tuple[Action, ...]:
-        actions: list[Action] = []
+    filled: list[list[Action]] = [[] for _ in rows]
+    for row, actions in zip(rows, filled, strict=True):
         for action in row:
-            again = Action(ActionKind.RECOMPUTE, action.stage, action.micro_batch)
-            if (
-                action.kind is ActionKind.BACKWARD
-                and action.micro_batch < recomputed[action.stage]
-                and again not in there
-            ):
+            kind, j, i = action
+            again = Action(ActionKind.RECOMPUTE, j, i)
+            if kind is ActionKind.BACKWARD and i < recomputed[j] and again not in there:
                 actions.insert(_recompute_place(actions, action, recomputed), again)
             actions.append(action)
-        return tuple(actions)
-
-    return tuple(map(filled, rows))
+    return tuple(map(tuple, filled))
 
 
 def _recompute_place(row: Sequence[Action], action: Action, recomputed: Sequence[int]) -> int:
@@ -175,13 +160,12 @@ def with_updates(schedule: Schedule) -> Schedule:
     """
     last = schedule.micro_batches - 1
     last_row = {j: d for (j, i), d in schedule.row_of.items() if i == last}  # with replicas: of the last micro-batch
-
-    def filled(d: int, row: tuple[Action, ...]) -> tuple[Action, ...]:
+    rows = []
+    for d, row in enumerate(schedule.rows):
         back = (a.stage for a in reversed(row) if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT))
         own = [j for j in dict.fromkeys(back) if last_row[j] == d]
-        return (*row, *(Action(ActionKind.UPDATE, j, last) for j in own[::-1]))
-
-    return replace(schedule, rows=tuple(filled(d, row) for d, row in enumerate(schedule.rows)))
+        rows.append((*row, *(Action(ActionKind.UPDATE, j, last) for j in own[::-1])))
+    return replace(schedule, rows=tuple(rows))
 
 
 # -- A schedule split into forward and backward; the drop-in runs the parts before and after the caller's loss -------

@@ -18,8 +18,7 @@ backward needs the weights of its forward. The *version* of a stage's weights is
 Micro-batches are numbered through the stream. Rows grow as mini-batches are admitted, in an order that does not depend
 on when. `drain` completes all mini-batches; those admitted later start with the newest version.
 
-*Replicas.* A stage can be on several devices (1F1B-RR): micro-batch i goes to replica i modulo their number. A
-mini-batch of PipeDream is one micro-batch, so mini-batches take turns, too. Three replicas, then one:
+*Replicas* (1F1B-RR): micro-batch i goes to replica i modulo their number. Three replicas, then one:
 
     device 0    0F0 0F3 0B0 0F6 0B3 0F9 0B6 ...
     device 0'   0F1 0F4 0B1 0F7 0B4 0F10 0B7 ...
@@ -202,7 +201,7 @@ class StreamSchedule:
         """`modes`: checkpoint modes of the stages, by default "never". `replicas` of each stage have adjacent rows."""
         self.stages, self.policy = stages, policy
         self.replicas = tuple(replicas) or (1,) * stages
-        self._modes = tuple(modes or ("never",) * stages)
+        self.modes = tuple(modes or ("never",) * stages)
         self._flights = stream_flights(stages, self.replicas)
         self._widths = round_sizes(policy, self.replicas)  # minimum number of micro-batches in a round
         self._ends = [0]  # micro-batches up to the end of each mini-batch, from 0 for none
@@ -302,26 +301,21 @@ class StreamSchedule:
         while True:
             next_forward, next_back = self._forward[j], self._back[j]
             in_flight = next_forward - next_back
-            is_full = in_flight == self._flights[j] or (in_flight and self._awaits_version(j, next_forward))
+            is_full = in_flight == self._flights[j] or (  # or the version for the next does not exist yet
+                in_flight and self.version(j, self.place(next_forward)[0]) > self._updated[j]
+            )
             if not is_full and next_forward < self._ends[-1]:
                 actions.append(Action(ActionKind.FORWARD, j, next_forward))
                 self._forward[j] += 1
             elif is_full or (is_last and in_flight):
-                actions += self._backward(j, next_back)
+                t, k = self.place(next_back)
+                if Action(ActionKind.RECOMPUTE, j, k) in self.recomputed(self.size(t)):
+                    actions.append(Action(ActionKind.RECOMPUTE, j, next_back))
+                actions.append(Action(ActionKind.BACKWARD, j, next_back))
                 self._back[j] += 1
                 actions += self._due_update(j)
             else:
                 return tuple(actions)
-
-    def _awaits_version(self, j: int, micro_batch: int) -> bool:
-        """Returns whether the version for this micro-batch does not exist yet."""
-        return self.version(j, self.place(micro_batch)[0]) > self._updated[j]
-
-    def _backward(self, j: int, micro_batch: int) -> list[Action]:
-        t, k = self.place(micro_batch)
-        back = Action(ActionKind.BACKWARD, j, micro_batch)
-        again = Action(ActionKind.RECOMPUTE, j, k) in self.recomputed(self.size(t))
-        return [Action(ActionKind.RECOMPUTE, j, micro_batch), back] if again else [back]
 
     def _due_update(self, j: int) -> list[Action]:
         """Returns the update of the next round, if all its backwards have run."""
@@ -335,11 +329,8 @@ class StreamSchedule:
         """Returns R of all stages for a mini-batch of `micro_batches`, by micro-batch index in the mini-batch."""
         counts = {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}
         return frozenset(
-            Action(ActionKind.RECOMPUTE, j, k) for j, mode in enumerate(self._modes) for k in range(counts[mode])
+            Action(ActionKind.RECOMPUTE, j, k) for j, mode in enumerate(self.modes) for k in range(counts[mode])
         )
-
-    def recomputes_in(self, stage: int) -> bool:
-        return self._modes[stage] != "never"
 
     def first_micro_batch(self, mini_batch: int) -> int:
         return self._ends[mini_batch]

@@ -30,9 +30,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import TypeAlias
 
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
 from fxpipe.scheduling.builtin import zero_bubble
@@ -69,7 +68,6 @@ class _VRow:
             self._done[kind, mark] += 1
 
     def done(self, name: str) -> int:
-        """Returns the number of micro-batches that have run this action."""
         return self._done[ActionKind(name[0]), name[1]]
 
     def first(self, m: int) -> tuple[Action, ...]:
@@ -80,42 +78,40 @@ def zbv(m: int, p: int) -> Rows:
     """Makes the rows of p devices; with at most p micro-batches memory suffices to defer W as in `zero_bubble`."""
     if m <= p:
         return merge_stage_rows(zero_bubble(m, 2 * p), there_and_back(p, 2))
-    return tuple(_zbv_row(max(m, 2 * p - 1), p, d).first(m) for d in range(p))
-
-
-def _zbv_row(m: int, p: int, d: int) -> _VRow:
-    row = _VRow(p, d)
-    row.do("F-", 2 * (p - d) - 1)  # until the first micro-batch has gone there and back
-    row.do("F= F-", d)
-    row.do("F= B= W=", p - d)  # until its gradients have arrived at -
-    row.do("F- B- W- F= B= W=", m - row.done("F-"))
-    row.do("B- W- F= B= W=", m - row.done("F="))
-    row.do("B- B=", d)  # the gradients of both leave first, before all W that can wait
-    row.do("B- W-", p - d)
-    row.do("W=", m - row.done("W="))
-    row.do("W-", m - row.done("W-"))
-    return row
+    rows, count = [], max(m, 2 * p - 1)
+    for d in range(p):
+        row = _VRow(p, d)
+        row.do("F-", 2 * (p - d) - 1)  # until the first micro-batch has gone there and back
+        row.do("F= F-", d)
+        row.do("F= B= W=", p - d)  # until its gradients have arrived at -
+        row.do("F- B- W- F= B= W=", count - row.done("F-"))
+        row.do("B- W- F= B= W=", count - row.done("F="))
+        row.do("B- B=", d)  # the gradients of both leave first, before all W that can wait
+        row.do("B- W-", p - d)
+        row.do("W=", count - row.done("W="))
+        row.do("W-", count - row.done("W-"))
+        rows.append(row.first(m))
+    return tuple(rows)
 
 
 def dualpipev(m: int, p: int) -> Rows:
     """Makes the rows of p devices with two stages each."""
-    return tuple(_dualpipev_row(max(m, 2 * p), p, d).first(m) for d in range(p))
-
-
-def _dualpipev_row(m: int, p: int, d: int) -> _VRow:
-    row, later = _VRow(p, d), p - 1 - d
-    row.do("F-", 2 * later)
-    row.do("F- F=", d + 1)
-    row.do("I= W F=", later)
-    row.do("F- B= F= B-", m - 2 * p + d + 1)
-    row.do("B= F= B-", later)
-    half, odd = divmod(d + 1, 2)  # the second half defers W to the bubbles that follow
-    row.do("B= B-", half)
-    row.do("B= I-", odd)
-    row.do("I= I-", half)
-    row.do("W I-", later)
-    row.do("W", d + 1)
-    return row
+    rows = []
+    for d in range(p):
+        row, later = _VRow(p, d), p - 1 - d
+        row.do("F-", 2 * later)
+        row.do("F- F=", d + 1)
+        row.do("I= W F=", later)
+        row.do("F- B= F= B-", max(m, 2 * p) - 2 * p + d + 1)
+        row.do("B= F= B-", later)
+        half, odd = divmod(d + 1, 2)  # the second half defers W to the bubbles that follow
+        row.do("B= B-", half)
+        row.do("B= I-", odd)
+        row.do("I= I-", half)
+        row.do("W I-", later)
+        row.do("W", d + 1)
+        rows.append(row.first(m))
+    return tuple(rows)
 
 
 # -- V-Min and V-Half: building blocks that keep few micro-batches -----------------------------------------------------
@@ -126,37 +122,40 @@ def _dualpipev_row(m: int, p: int, d: int) -> _VRow:
 
 _PERIOD = 6  # slots per micro-batch on a device: F, B and W of two stages
 
-# (device, devices) -> slots of F-, F=, B=, B-
-BuildingBlock: TypeAlias = Callable[[int, int], tuple[int, int, int, int]]
-
 
 def v_min(m: int, p: int) -> Rows:
     """Makes the rows of p devices that keep (p + 4) / 3 micro-batches, a third of `zbv`."""
-    return _limited_rows(m, p, _v_min_block, (p + 4) // 3)
+    later = 2 if p % 3 == 0 else 0
+    blocks = [(d, 2 * p - 1 - d, 2 * p + later + d, 4 * p - 1 + later - d) for d in range(p)]
+    return _limited_rows(m, p, blocks, (p + 4) // 3)
 
 
 def v_half(m: int, p: int) -> Rows:
     """Makes the rows of p devices that keep (p + 2) / 2 micro-batches, half of `zbv`."""
-    return _limited_rows(m, p, _v_half_block, (p + 2) // 2)
-
-
-def _v_min_block(d: int, p: int) -> tuple[int, int, int, int]:
-    later = 2 if p % 3 == 0 else 0
-    return d, 2 * p - 1 - d, 2 * p + later + d, 4 * p - 1 + later - d
-
-
-def _v_half_block(d: int, p: int) -> tuple[int, int, int, int]:
     later = 3 if p % 2 == 0 else 0
-    return 2 * d, 3 * p - 2 - d, 3 * p - 1 + later + 2 * d, 6 * p - 2 + later - d
+    blocks = [(2 * d, 3 * p - 2 - d, 3 * p - 1 + later + 2 * d, 6 * p - 2 + later - d) for d in range(p)]
+    return _limited_rows(m, p, blocks, (p + 2) // 2)
 
 
-def _limited_rows(m: int, p: int, block: BuildingBlock, kept: int) -> Rows:
-    """Makes the rows of a block. `kept`: most micro-batches that a device keeps."""
+def _limited_rows(m: int, p: int, blocks: Sequence[Sequence[int]], kept: int) -> Rows:
+    """Makes the rows of a block: for each device the slots of F-, F=, B= and B-. `kept`: most micro-batches kept."""
     if m <= kept:
         return zbv(m, p)
-    devices = [_DeviceSlots(_repeated_block(m, p, d, block(d, p)), 2 * kept) for d in range(p)]
-    _move_up(devices, p)
-    return tuple(device.row for device in devices)
+    devices = [_DeviceSlots(_repeated_block(m, p, d, slots), 2 * kept) for d, slots in enumerate(blocks)]
+    # Move up all actions, in time order, as far as dependencies and the limits of the devices allow.
+    placement = there_and_back(p, 2)
+    actions = chain.from_iterable(device.slot_of.items() for device in devices)
+    latest: Counter[tuple[ActionKind, int]] = Counter()  # slot of the previous micro-batch, by kind and stage
+    for _, _, action in sorted((slot, action.stage, action) for action, slot in actions):
+        kind, stage, i = action
+        needs = (need for need in dependencies(action, 2 * p) if need.kind is not ActionKind.RECOMPUTE)
+        after = max((devices[placement[need.stage]].slot_of[need] for need in needs), default=-1)
+        if i:
+            after = max(after, latest[kind, stage])
+        own = devices[placement[stage]]
+        own.move_up(action, after)
+        latest[kind, stage] = own.slot_of[action]
+    return tuple(tuple(sorted(device.slot_of, key=device.slot_of.__getitem__)) for device in devices)
 
 
 def _repeated_block(m: int, p: int, d: int, slots: Sequence[int]) -> dict[Action, int]:
@@ -193,10 +192,6 @@ class _DeviceSlots:
             self._kept.append(kept)
             kept -= kind is ActionKind.WEIGHT
 
-    @property
-    def row(self) -> tuple[Action, ...]:
-        return tuple(sorted(self.slot_of, key=self.slot_of.__getitem__))
-
     def move_up(self, action: Action, after: int) -> None:
         """Moves an action to the first free slot after `after` and before its current slot that the limit allows."""
         slot = self.slot_of[action]
@@ -205,30 +200,10 @@ class _DeviceSlots:
             if action.kind is ActionKind.FORWARD:
                 if max(self._kept[free:slot]) == self._most:
                     continue
-                self._add(range(free, slot), 1)
+                self._kept[free:slot] = [kept + 1 for kept in self._kept[free:slot]]
             elif action.kind is ActionKind.WEIGHT:
-                self._add(range(free + 1, slot + 1), -1)
+                self._kept[free + 1 : slot + 1] = [kept - 1 for kept in self._kept[free + 1 : slot + 1]]
             del self._free[place]
             insort(self._free, slot)
             self.slot_of[action] = free
             return
-
-    def _add(self, slots: range, more: int) -> None:
-        for slot in slots:
-            self._kept[slot] += more
-
-
-def _move_up(devices: Sequence[_DeviceSlots], p: int) -> None:
-    """Moves up all actions, in time order, as far as dependencies and the limits of the devices allow."""
-    placement = there_and_back(p, 2)
-    actions = chain.from_iterable(device.slot_of.items() for device in devices)
-    latest: Counter[tuple[ActionKind, int]] = Counter()  # slot of the previous micro-batch, by kind and stage
-    for _, _, action in sorted((slot, action.stage, action) for action, slot in actions):
-        kind, stage, i = action
-        needs = (need for need in dependencies(action, 2 * p) if need.kind is not ActionKind.RECOMPUTE)
-        after = max((devices[placement[need.stage]].slot_of[need] for need in needs), default=-1)
-        if i:
-            after = max(after, latest[kind, stage])
-        own = devices[placement[stage]]
-        own.move_up(action, after)
-        latest[kind, stage] = own.slot_of[action]

@@ -4,9 +4,8 @@ Each check is made only if the ones before it pass: every required action exists
 every row keeps the order that its actions need; the rows, run concurrently, do not deadlock.
 
 For the last check the rows are simulated without time: each proceeds while the results for its next action exist. An
-action waits for results only, never until another row receives its result. The same is true of threads, and of
-processes if sends do not block and receives are posted in the order of the sends (`distributed.packets`). The
-progress of such rows does not depend on the order in which they are visited, so one run is enough.
+action waits for results only, as in threads, and in processes if sends do not block and receives are posted in the
+order of the sends (`distributed.packets`). So the order in which rows are visited does not matter: one run is enough.
 """
 
 from __future__ import annotations
@@ -49,18 +48,15 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
         U(j, i)   B(j, 0) ... B(j, i), W(j, 0) ... W(j, i): with i = m - 1, all of its stage
     """
     j, i = action.stage, action.micro_batch
+    next_stage = j + NEIGHBOUR_STEP.get(action.kind, 0)
     match action.kind:
         case ActionKind.FORWARD:
-            return (Action(ActionKind.FORWARD, j + NEIGHBOUR_STEP[ActionKind.FORWARD], i),) if j > 0 else ()
+            return (Action(ActionKind.FORWARD, next_stage, i),) if j > 0 else ()
         case ActionKind.RECOMPUTE:
             return (Action(ActionKind.FORWARD, j, i),)
         case ActionKind.BACKWARD:
             own = (Action(ActionKind.FORWARD, j, i), Action(ActionKind.RECOMPUTE, j, i))
-            return (
-                (*own, Action(ActionKind.BACKWARD, j + NEIGHBOUR_STEP[ActionKind.BACKWARD], i))
-                if j < stages - 1
-                else own
-            )
+            return (*own, Action(ActionKind.BACKWARD, next_stage, i)) if j < stages - 1 else own
         case ActionKind.WEIGHT:
             return (Action(ActionKind.BACKWARD, j, i),)
         case ActionKind.UPDATE:
@@ -72,9 +68,26 @@ def validate(schedule: Schedule, in_order: Collection[int] = ()) -> None:
 
     `in_order`: stages in which F of a micro-batch also needs F of the previous one, which a replica may have.
     """
-    problems = _find_wrong_actions(schedule) or _find_wrong_order(schedule) or _find_deadlock(schedule, in_order)
-    if problems:
-        raise ScheduleError(_problems_message(schedule, problems))
+    if schedule.stages < 1 or schedule.micro_batches < 1:
+        problems = [ScheduleProblem("a schedule has at least 1 stage and 1 micro-batch")]
+    else:
+        problems = (
+            [*_out_of_range_or_doubled(schedule), *_scattered(schedule), *_missing(schedule)]
+            or list(_wrong_order(schedule))
+            or _find_deadlock(schedule, in_order)
+        )
+    if not problems:
+        return
+    shown, more = problems[:MAX_SHOWN_PROBLEMS], len(problems) - MAX_SHOWN_PROBLEMS
+    words = [f"  - {problem.words}" for problem in shown] + ([f"  - and {more} more"] if more > 0 else [])
+    marked = {cell for problem in shown for cell in problem.cells}
+    rows = [
+        " ".join(f">{action}<" if (d, place) in marked else str(action) for place, action in enumerate(row))
+        for d, row in enumerate(schedule.rows)
+    ]
+    grid = [f"device {d}: {row}".rstrip() for d, row in enumerate(rows)]
+    sizes = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
+    raise ScheduleError("\n".join([f"schedule {schedule.name!r} ({sizes}) would not run:", *words, *grid]))
 
 
 @lru_cache(maxsize=16)
@@ -93,51 +106,26 @@ def check_order(schedule: Schedule, stages: frozenset[int], why: str) -> None:
         ) from None
 
 
-def _problems_message(schedule: Schedule, problems: list[ScheduleProblem]) -> str:
-    shown, more = problems[:MAX_SHOWN_PROBLEMS], len(problems) - MAX_SHOWN_PROBLEMS
-    words = [f"  - {problem.words}" for problem in shown] + ([f"  - and {more} more"] if more > 0 else [])
-    marked = {cell for problem in shown for cell in problem.cells}
-    rows = [
-        " ".join(f">{action}<" if (d, place) in marked else str(action) for place, action in enumerate(row))
-        for d, row in enumerate(schedule.rows)
-    ]
-    grid = [f"device {d}: {row}".rstrip() for d, row in enumerate(rows)]
-    sizes = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
-    head = f"schedule {schedule.name!r} ({sizes}) would not run:"
-    return "\n".join([head, *words, *grid])
-
-
 # 1. Every required action, once, and in the row of its stage
-
-
-def _find_wrong_actions(schedule: Schedule) -> list[ScheduleProblem]:
-    if schedule.stages < 1 or schedule.micro_batches < 1:
-        return [ScheduleProblem("a schedule has at least 1 stage and 1 micro-batch")]
-    return [*_out_of_range(schedule), *_doubled(schedule), *_scattered(schedule), *_missing(schedule)]
 
 
 def _cells(rows: Rows) -> Iterator[tuple[RowCell, Action]]:
     return (((d, place), action) for d, row in enumerate(rows) for place, action in enumerate(row))
 
 
-def _out_of_range(schedule: Schedule) -> Iterator[ScheduleProblem]:
+def _out_of_range_or_doubled(schedule: Schedule) -> Iterator[ScheduleProblem]:
     for cell, action in _cells(schedule.rows):
-        if not 0 <= action.stage < schedule.stages:
-            yield ScheduleProblem(
-                f"{action} is for stage {action.stage}; stages are 0 to {schedule.stages - 1}", (cell,)
-            )
-        if not 0 <= action.micro_batch < schedule.micro_batches:
+        _, j, i = action
+        if not 0 <= j < schedule.stages:
+            yield ScheduleProblem(f"{action} is for stage {j}; stages are 0 to {schedule.stages - 1}", (cell,))
+        if not 0 <= i < schedule.micro_batches:
             last = schedule.micro_batches - 1
-            yield ScheduleProblem(
-                f"{action} is for micro-batch {action.micro_batch}; micro-batches are 0 to {last}", (cell,)
-            )
-
-
-def _doubled(schedule: Schedule) -> Iterator[ScheduleProblem]:
-    counts = Counter(action for row in schedule.rows for action in row)
-    for action, count in counts.items():
-        if count > 1:
-            cells = [cell for cell, other in _cells(schedule.rows) if other == action]
+            yield ScheduleProblem(f"{action} is for micro-batch {i}; micro-batches are 0 to {last}", (cell,))
+    cells_of: defaultdict[Action, list[RowCell]] = defaultdict(list)
+    for cell, action in _cells(schedule.rows):
+        cells_of[action].append(cell)
+    for action, cells in cells_of.items():
+        if len(cells) > 1:
             yield ScheduleProblem(f"{action} stands there {len(cells)} times: keep one", tuple(cells))
 
 
@@ -170,43 +158,35 @@ def _missing(schedule: Schedule) -> Iterator[ScheduleProblem]:
     held = {action: cell for cell, action in _cells(schedule.rows)}
     trains = any(action.kind is ActionKind.BACKWARD for action in held)
     updated = {action.stage for action in held if action.kind is ActionKind.UPDATE}
-    if not trains:
-        for action, cell in held.items():
-            if action.kind is not ActionKind.FORWARD:
-                yield ScheduleProblem(
-                    f"{action} is of no use in a schedule without B: add every B, or take it out", (cell,)
-                )
+    for action, cell in held.items() if not trains else ():
+        if action.kind is not ActionKind.FORWARD:
+            words = f"{action} is of no use in a schedule without B: add every B, or take it out"
+            yield ScheduleProblem(words, (cell,))
     for j in range(schedule.stages):
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) if trains else (ActionKind.FORWARD,):
             lacking = [a for a in (Action(kind, j, i) for i in range(schedule.micro_batches)) if a not in held]
             if lacking:
-                yield ScheduleProblem(_lacking_words(lacking, schedule.micro_batches))
+                names = " ".join(map(str, lacking)) if len(lacking) <= 4 else f"{lacking[0]} ... {lacking[-1]}"
+                count = f"{'is' if len(lacking) == 1 else 'are'} missing ({len(lacking)} of {schedule.micro_batches})"
+                rule = "every stage has F for every micro-batch"
+                if kind is ActionKind.BACKWARD:
+                    rule = "every stage has B for every micro-batch, or the schedule has no B at all"
+                yield ScheduleProblem(f"{names} {count}: {rule}")
         last = Action(ActionKind.UPDATE, j, schedule.micro_batches - 1)
         if trains and j in updated and last not in held:
             yield ScheduleProblem(f"stage {j} is updated, but not with its last micro-batches: {last} is missing")
 
 
-def _lacking_words(lacking: list[Action], m: int) -> str:
-    names = " ".join(map(str, lacking)) if len(lacking) <= 4 else f"{lacking[0]} ... {lacking[-1]}"
-    if lacking[0].kind is ActionKind.BACKWARD:
-        rule = "every stage has B for every micro-batch, or the schedule has no B at all"
-    else:
-        rule = "every stage has F for every micro-batch"
-    return f"{names} {'is' if len(lacking) == 1 else 'are'} missing ({len(lacking)} of {m}): {rule}"
-
-
 # 2. The order that the actions of a row need
 
 
-def _find_wrong_order(schedule: Schedule) -> list[ScheduleProblem]:
-    problems = []
+def _wrong_order(schedule: Schedule) -> Iterator[ScheduleProblem]:
     for d, row in enumerate(schedule.rows):
         place_of = {action: place for place, action in enumerate(row)}
         for place, action in enumerate(row):
             for needed in dependencies(action, schedule.stages):
                 if place_of.get(needed, -1) > place:
-                    problems.append(ScheduleProblem(f"{action} stands before {needed}, which it needs", ((d, place),)))
-    return problems
+                    yield ScheduleProblem(f"{action} stands before {needed}, which it needs", ((d, place),))
 
 
 # 3. No deadlock
@@ -240,11 +220,16 @@ def _find_deadlock(schedule: Schedule, in_order: Collection[int]) -> list[Schedu
             awaited = _awaited(schedule, row[place[d]], ended, in_order)
             assert awaited is not None
             waits[d] = awaited, row_of[awaited.stage, awaited.micro_batch]
+    if not waits:
+        return []
+    path = [min(waits)]  # it ends in a cycle, since each device waits for a stuck device
+    while path.count(path[-1]) < 2:
+        path.append(waits[path[-1]][1])
     return [
         ScheduleProblem(
             f"device {d} waits before {rows[d][place[d]]} for the result of {waits[d][0]}, for ever", ((d, place[d]),)
         )
-        for d in _wait_cycle(waits)
+        for d in path[path.index(path[-1]) : -1]
     ]
 
 
@@ -262,16 +247,6 @@ def _awaited(schedule: Schedule, action: Action, ended: set[Action], in_order: C
         return None
     maker = Action(action.kind, action.stage + step, action.micro_batch)
     return None if maker in ended else maker
-
-
-def _wait_cycle(waits: dict[int, tuple[Action, int]]) -> list[int]:
-    """Returns devices that wait for each other in a cycle. One exists, since each device waits for a stuck device."""
-    if not waits:
-        return []
-    path = [min(waits)]
-    while path.count(path[-1]) < 2:
-        path.append(waits[path[-1]][1])
-    return path[path.index(path[-1]) : -1]
 
 
 # -- Counts per stage: micro-batches in flight, and micro-batches with all their activations -------------------------

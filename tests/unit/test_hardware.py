@@ -26,7 +26,6 @@ from fxpipe.hardware import (
 )
 from fxpipe.partitioning.chain import Link
 from fxpipe.profiling import saved_storages
-from fxpipe.profiling.node_kinds import NodeKinds
 from fxpipe.profiling.probe import OperationCounter
 from fxpipe.utils import accelerator
 
@@ -310,7 +309,7 @@ def test_sharing_changes_nothing(name, monkeypatch):
     model, x = make(), make_input()
     traced = fxpipe.trace(model, (x,))
     shared = fxpipe.profile(traced, (x,), hardware="h100")
-    monkeypatch.setattr(NodeKinds, "of", lambda self, node, values: node)
+    monkeypatch.setattr(saved_storages, "kind_of_node", lambda traced, node, *_: node)
     alone = fxpipe.profile(traced, (x,), hardware="h100")
     for want, have in zip(alone.nodes, shared.nodes, strict=True):
         assert want == have

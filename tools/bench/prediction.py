@@ -10,7 +10,8 @@ three ways: as they are, the fastest of a round, and the undisturbed step of `pr
 from the last, the machine is not quiet, and the figure says nothing of the plan.
 
 Two cores at work may also slow each other down, which a plan does not know: its profile is of one core. How much, is
-measured in each round: a loop of forward and backward alone, and two of them at once in two threads, each by its processor time.
+measured in each round: a loop of forward and backward alone, and two of them at once in two threads, each by its
+processor time.
 """
 
 from __future__ import annotations

@@ -19,12 +19,11 @@ from fxpipe.profiling.formulas import output_bytes
 from fxpipe.profiling.memory import (
     GraphCounts,
     NodeCounts,
-    StorageLifetime,
-    TemporaryBytes,
     larger_formula,
     working_bytes_of,
 )
 from fxpipe.profiling.probe import OperationCounter
+from fxpipe.profiling.saved_storages import ObservedStorage, StorageLabel
 from fxpipe.tracing import Traced, trace
 from fxpipe.tracing.node_info import info
 
@@ -157,13 +156,14 @@ def test_temporaries_are_what_is_gone_when_a_node_has_run() -> None:
 
 def test_working_is_what_is_not_kept_and_the_gradients() -> None:
     four = sympy.Integer(4)
+    label = StorageLabel(torch.fx.Graph().placeholder("x"), 0)
     storages = (
-        StorageLifetime(8 * b, 0, (1, 2), (1,), True),  # made by 0, read by 1 and 2, kept from 1 on
-        StorageLifetime(16 * b, 1, (2,), (), True),
-        StorageLifetime(32 * b, 2, (3,), (), False),  # the model's output
-        StorageLifetime(64 * b, -1, (0,), (0,), True),
+        (ObservedStorage(label, 0, 0, [], [1], {1, 2}, True), 8 * b),  # made by 0, read by 1 and 2, kept from 1 on
+        (ObservedStorage(label, 0, 1, [], [], {2}, True), 16 * b),
+        (ObservedStorage(label, 0, 2, [], [], {3}, False), 32 * b),  # the model's output
+        (ObservedStorage(label, 0, -1, [], [0], {0}, True), 64 * b),
     )
-    temporaries = (TemporaryBytes(four, 0 * four), TemporaryBytes(four, four), TemporaryBytes(100 * four, four))
+    temporaries = ((four, 0 * four), (four, four), (100 * four, four))
     # 0 forward: 8 b and its temporary; back: 8 b and the input's 64 b.
     # 1 forward: 16 b, since 8 b are kept; back: 24 b.
     # 2 forward: 48 b and its temporary; back: 24 b.

@@ -14,7 +14,10 @@ from helpers.run_stages import Stages, leaves_of, sample, saved_by
 from helpers.saved_bytes import Of, Pictures, counted, of_stages
 from torch import nn
 
+import fxpipe
+from fxpipe.profiling import memory
 from fxpipe.profiling.memory import GraphCounts
+from fxpipe.profiling.saved_storages import ValuesNeededError, observe_storages
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.tracing import Traced, trace
 
@@ -218,3 +221,57 @@ def test_a_node_that_saves_a_storage_twice_saves_it_once():
     assert [s.savers for s in saved if s.maker == 0] == [(1,)]
     for one in saved:
         assert list(one.savers) == sorted(set(one.savers))
+
+
+# -- one node of each kind ---------------------------------------------------------------------------------------------
+
+
+def choosing(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """How many rows go on depends on a product."""
+    h = m.linear(x)
+    is_positive = h.detach() > 0
+    return h.masked_scatter(is_positive, h[is_positive].square())
+
+
+@fxpipe.leaf
+def clipped(h: torch.Tensor) -> torch.Tensor:
+    return h.exp() if h.detach().numpy().any() else h
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (GPT, (8, 7)),
+        (UNet, (8, 3, 16, 16)),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (8, 5, 8)),
+        (lambda: Of(lambda m, x: clipped(m.linear(x)) @ m.frozen), (8, 4)),
+        (lambda: Of(choosing), (8, 6, 4)),
+    ],
+)
+def test_one_node_of_each_kind_counts_what_all_nodes_do(monkeypatch: pytest.MonkeyPatch, make: Any, shape: Any) -> None:
+    x = torch.randint(0, 17, shape) if make is GPT else torch.randn(shape)
+    traced = trace(make(), (x,))
+    found = counted(traced, [x], 2)
+    monkeypatch.setattr(memory, "runs_python", lambda node: True)
+    everything = counted(traced, [x], 2)
+    assert (found.nodes, found.saved) == (everything.nodes, everything.saved)
+
+
+def test_values_of_other_nodes_are_not_read() -> None:
+    x = torch.randn(8, 6, 4)
+    traced = trace(Of(choosing), (x,))
+    observe_storages(traced, traced.effects, [x])
+    with pytest.raises(ValuesNeededError):
+        observe_storages(traced, traced.effects, [x], once=True)
+
+
+def test_one_node_of_a_kind_stands_for_others_as_a_tensor_of_its_own() -> None:
+    """Attention whose query, key and value are of one kind has three gradients all the same."""
+
+    def attends(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(m.linear(x), m.linear(x), m.linear(x))
+
+    x = torch.randn(8, 2, 3, 4)
+    traced = trace(Of(attends), (x,))
+    found = [observe_storages(traced, traced.effects, [x], once).probes for once in (False, True)]
+    assert found[0] == found[1]

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe.rewriting import rng as random_nodes
 from fxpipe.rewriting.program import stage_context
-from fxpipe.rewriting.rng import seeded_function, takes_generator
-from fxpipe.rewriting.rng_kernels import ANY_DEVICE_KERNELS, RNG_KERNELS
+from fxpipe.rewriting.rng import ANY_DEVICE_KERNELS, RNG_KERNELS, seeded_function, takes_generator
 from fxpipe.tracing import trace
 from fxpipe.tracing.node_info import info
 from fxpipe.utils.random_generators import generator_lock, mix_seed
@@ -390,9 +389,8 @@ def _ends_without_torchs_generator(patience: float, function: Callable[..., Any]
     return ended
 
 
-# Few models call these by themselves, or none.
-WAITING = """_scaled_dot_product_attention_math native_dropout alpha_dropout feature_alpha_dropout
-    alpha_dropout_ dropout_ feature_alpha_dropout_ feature_dropout_""".split()
+WAITING = """_scaled_dot_product_attention_math native_dropout alpha_dropout feature_alpha_dropout alpha_dropout_
+    dropout_ feature_alpha_dropout_ feature_dropout feature_dropout_ scaled_dot_product_attention""".split()
 
 
 @pytest.mark.parametrize("name", CASES)
