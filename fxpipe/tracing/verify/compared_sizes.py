@@ -46,11 +46,11 @@ from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects, running_statistics
 from fxpipe.tracing.verify.equivalence import (
     FEWEST_SAMPLES,
-    agrees_at_size,
     check_training_equivalence,
     compare_runs,
     excuse_reads,
     is_roughly_close,
+    sample_within_guards,
     take_samples,
 )
 from fxpipe.utils.batch_split import micro_batch_sizes
@@ -396,7 +396,15 @@ def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, A
     if traced.is_whole or not all(traced.holds_at(size) for size in sizes):
         return False
     with checking_mode(traced, args, kwargs) as leaves:
-        return is_faked() or all(agrees_at_size(traced, leaves, size) for size in sizes)
+        for size in () if is_faked() else sizes:
+            sample = sample_within_guards(traced, leaves, size)
+            if sample is None:
+                continue  # forward branches on the mini-batch, and fewer samples would change the branch
+            try:
+                compare_runs(traced, sample, all(read.holds(size) for read in traced.mini_batch_conditions))
+            except Exception:  # the model may raise as well
+                return False
+    return True
 
 
 def recheck_micro_batches(

@@ -164,19 +164,6 @@ def compare_runs(traced: Traced, sample: Sequence[Any], with_model: bool = True)
     return have
 
 
-def agrees_at_size(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
-    """Returns whether model and graph agree on this number of samples. False if the model raises."""
-    sample = sample_within_guards(traced, leaves, size)
-    if sample is None:
-        return True  # forward branches on the mini-batch, and fewer samples would change the branch
-    try:
-        is_model = all(read.holds(size) for read in traced.mini_batch_conditions)
-        compare_runs(traced, sample, is_model)
-    except Exception:
-        return False
-    return True
-
-
 def effects_unverified(traced: Traced, leaves: Sequence[Any]) -> Effects:
     return effects_of(traced, [watch_seeded(traced, leaves).effects])
 

@@ -336,9 +336,8 @@ class _SideBySide(_Findings):
         keep = [node for _, node, _ in _claims(self.traced)]
         with preserve_state(self.traced.model):
             torch.manual_seed(0)
-            for node in run_nodes(
-                [*self.traced.graph.nodes], self.values, self._input, self._attribute, self._work, keep
-            ):
+            nodes = [*self.traced.graph.nodes]
+            for node in run_nodes(nodes, self.values, self._input, self._attribute, self._work, keep):
                 self._look_at(node)
         if self.is_noisy and any(bool(t.isnan().any()) for node in keep for t in _tensors(self.values[node][0])):
             raise ArithmeticError("noise leads out of what a function takes")  # NaN would be equal in all samples
