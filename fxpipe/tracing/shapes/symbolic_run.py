@@ -207,7 +207,7 @@ class SymbolicRun:
         if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
             tensor = tensor.as_subclass(torch.Tensor)  # fake tensors of subclasses are not supported
         known: dict[Hashable, Any] = {} if self.cache is None else self.cache.values
-        key: Hashable = id(tensor)
+        key: Hashable = object()  # equal to no other: a tensor of a special kind
         if tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):
             sizes = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
             key = tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg(), sizes
@@ -348,8 +348,8 @@ class SymbolicRun:
     def _observe_lengths(self, node: fx.Node, observation: Observation, groups: list[list[InputDim]]) -> None:
         """Observes a node at other dynamic sizes. `groups`: dynamic dimensions, by size. Raises `FixedSizeError`."""
         try:
-            lengths = fit_lengths(self.traced, self.values, self.dims, observation, groups, node)
-            self.known.lengths[node] = lengths
+            formulas = fit_lengths(self.traced, self.values, self.dims, observation, groups, node)
+            self.known.lengths[node] = formulas
         except TraceError as error:
             if isinstance(self.known.unknown_nodes.get(node), _BakesSizeError) and not _is_user_function(node):
                 del self.known.unknown_nodes[node]
