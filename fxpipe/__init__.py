@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fxpipe.planning.entry import plan
     from fxpipe.planning.plans import Plan
     from fxpipe.planning.plans.simulate_plan import simulate
+    from fxpipe.planning.tuning.candidates import Tuning
     from fxpipe.planning.tuning.tuner import tune
-    from fxpipe.planning.tuning.tuning_result import Tuning
     from fxpipe.profiling import Profile, profile
     from fxpipe.rewriting.program import is_recomputing
     from fxpipe.tracing import trace
@@ -35,7 +35,7 @@ _HOMES = {
     "Hardware": "fxpipe.hardware",
     "Pipeline": "fxpipe.pipe.pipeline_module",
     "Plan": "fxpipe.planning.plans",
-    "Tuning": "fxpipe.planning.tuning.tuning_result",
+    "Tuning": "fxpipe.planning.tuning.candidates",
     "Profile": "fxpipe.profiling",
     "cut": "fxpipe.tracing.record.opaque_call",
     "is_planning": "fxpipe.utils.locks",

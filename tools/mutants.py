@@ -73,7 +73,7 @@ class Mutant:
 
 RUNTIME = (
     Mutant(
-        "planning/options/stage_placement.py",
+        "planning/options/parse.py",
         "plan is not None and plan.schedule == schedule else 1",
         "plan is not None else 1",
         "attacks/test_streams_of_plans.py::test_a_mini_batch_runs_as_a_whole_over_a_plan_for_another_schedule",
@@ -1073,8 +1073,8 @@ PARTITIONING = (
     ),
     Mutant(
         "partitioning/manual_cuts.py",
-        "at = max((p for p, part",
-        "at = min((p for p, part",
+        "at = max(divisible,",
+        "at = min(divisible,",
         "unit/partitioning/test_block.py::test_cuts_by_hand",
     ),
     Mutant(
@@ -1096,13 +1096,13 @@ PARTITIONING = (
         "unit/partitioning/test_block.py::test_a_cut_by_hand_at_a_forbidden_place_refused",
     ),
     Mutant(
-        "partitioning/pins.py",
+        "partitioning/manual_cuts.py",
         "if before == place - 1 and",
         "if before < place and",
         "unit/partitioning/test_pins.py::test_two_pins_on_one_device_leave_room_for_another_between_them",
     ),
     Mutant(
-        "partitioning/pins.py",
+        "partitioning/manual_cuts.py",
         "for name in sorted(pins, key=len):",
         "for name in sorted(pins, key=len, reverse=True):",
         "unit/partitioning/test_pins.py::test_pins_bound_the_stages_of_nodes",
@@ -1967,7 +1967,7 @@ DISTRIBUTED = (
         "behaviour/test_over_ranks_streams.py::test_what_cannot_be_a_stream_over_ranks_is_refused_by_name",
     ),
     Mutant(
-        "planning/cut_problem.py",
+        "planning/choose.py",
         "is_relayed=relays_values(placed)",
         "is_relayed=False",
         "unit/planning/plans/test_plan_packets.py",
@@ -2481,25 +2481,25 @@ OPTIONS = (
         "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
     ),
     Mutant(
-        "planning/options/stage_placement.py",
+        "planning/options/parse.py",
         "    if stages % each:\n",
         "    if False:\n",
         "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
     ),
     Mutant(
-        "planning/options/stage_placement.py",
+        "planning/options/parse.py",
         "if per_device is not None and table.stages != workers * per_device:",
         "if False:",
         "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
     ),
     Mutant(
-        "planning/options/stage_placement.py",
+        "planning/options/parse.py",
         "if not any(action.kind is ActionKind.BACKWARD for action in actions):",
         "if False:",
         "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
     ),
     Mutant(
-        "planning/options/stage_placement.py",
+        "planning/options/parse.py",
         "        if workers != accepted:\n",
         "        if workers < accepted:\n",
         "unit/planning/options/test_pipeline_options.py::test_what_an_option_cannot_be_is_said",
@@ -2539,8 +2539,8 @@ PLANNING = (
     ),
     Mutant(
         "planning/cost_model.py",
-        "// settings.row_devices.count(device)",
-        "",
+        "settings.row_devices.count(device)",
+        "1",
         "unit/planning/test_stage_devices.py::test_memory_at_hand_is_a_limit",
     ),
     Mutant(
@@ -2580,7 +2580,7 @@ PLANNING = (
         "unit/planning/test_choose.py::test_no_more_devices_are_tried_than_a_node_without_a_network_has",
     ),
     Mutant(
-        "planning/cut_problem.py",
+        "planning/choose.py",
         "starts.update(traced.cut_mark_places)",
         "pass",
         "unit/planning/test_manual_cuts.py::test_marks_in_forward_end_stages",
@@ -2593,8 +2593,8 @@ PLANNING = (
     ),
     Mutant(
         "planning/describe_cut.py",
-        "return max(nodes, key=lambda node: node.seconds)",
-        "return nodes[0]",
+        "max(seconds_of_nodes, key=lambda one: one[2].at(samples))",
+        "seconds_of_nodes[0]",
         "unit/planning/plans/test_resized_plans.py::test_the_heaviest_node_bounds_the_balance",
     ),
     Mutant(

@@ -26,7 +26,7 @@ from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.pipe.train_stream import TrainStream
 from fxpipe.planning.options.pipeline_options import Settings, check_replicas, make_settings
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.auto_options import with_best_schedule
+from fxpipe.planning.tuning.candidate_search import with_best_schedule
 from fxpipe.runtime import StepRecord
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import StagewiseOptimizer

@@ -9,7 +9,7 @@ from fxpipe.inspect.step_summary import Outcome, StepSummary
 from fxpipe.inspect.targets import InputOption
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.figures import StageFigures, plan_figures, size_figures
-from fxpipe.planning.tuning.tuning_result import Tuning
+from fxpipe.planning.tuning.candidates import Tuning
 from fxpipe.simulation import Simulation
 
 

@@ -58,12 +58,12 @@ from fxpipe.inspect.targets import (
 from fxpipe.inspect.tuning_text import tuning_text
 from fxpipe.planning import entry, passes
 from fxpipe.planning.cost_model import planned_workers
+from fxpipe.planning.options.parse import COMPARED_SCHEDULES
 from fxpipe.planning.options.pipeline_options import Settings, make_settings
-from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES
 from fxpipe.planning.passes import ProfiledModel
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import vary_plan
-from fxpipe.planning.tuning.tuning_result import Tuning
+from fxpipe.planning.tuning.candidates import Tuning
 from fxpipe.profiling.loss_cost import LOSS_NOTE, PlannedLoss
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_error

@@ -26,7 +26,8 @@ from fxpipe.inspect.plan_text import plan_headline
 from fxpipe.inspect.scene import Curve, Item, Rect, Scene, Text
 from fxpipe.inspect.style import FAINT, INK, fit_text, text_width
 from fxpipe.inspect.svg import svg_of
-from fxpipe.planning.plans import Plan, Portal, StagePlan
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.data import Portal, StagePlan
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.text_table import number_ranges
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent

@@ -21,10 +21,11 @@ from fxpipe.inspect.table import (
     share_column,
     text_column,
 )
-from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES
-from fxpipe.planning.plans import Plan, PlannedTransfer
+from fxpipe.planning.options.parse import COMPARED_SCHEDULES
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.data import PlannedTransfer
 from fxpipe.planning.plans.retarget import resize_plan
-from fxpipe.planning.tuning.candidates import TuningData
+from fxpipe.planning.tuning.candidates import Tuning
 from fxpipe.scheduling import SCHEDULES, is_stream, steady_micro_batches
 from fxpipe.scheduling.actions import ActionKind
 from fxpipe.simulation import Simulation
@@ -72,7 +73,7 @@ def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
 LEAST_GAIN = 0.1
 
 
-def one_device_text(tuning: TuningData) -> str:
+def one_device_text(tuning: Tuning) -> str:
     """Compares the chosen step with one device that runs the model; empty if there are replicas or only one device."""
     plan, batch = tuning.best.plan, tuning.batch
     if plan is None or tuning.best.data_parallel > 1 or len(plan.row_devices) == 1:

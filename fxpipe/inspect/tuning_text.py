@@ -21,13 +21,13 @@ from fxpipe.utils.text_table import wrap_text
 from fxpipe.utils.units import count_text, human_seconds, percent
 
 if TYPE_CHECKING:
-    from fxpipe.planning.tuning.candidates import CandidateResult, TuningData
+    from fxpipe.planning.tuning.candidates import CandidateResult, Tuning
 
 MAX_PRINTED_CANDIDATES = 20  # rows of the printed table, in addition to the chosen one
 MAX_HTML_CANDIDATES = 12  # rows
 
 
-def tuning_table(tuning: TuningData, most: int, is_cut: bool = False) -> Table[CandidateResult]:
+def tuning_table(tuning: Tuning, most: int, is_cut: bool = False) -> Table[CandidateResult]:
     """Returns a table of the first `most` candidates and the best; `is_cut`: only candidates with a plan."""
     rows = [row for row in tuning.rows if row.plan is not None or not is_cut]
     rows = rows[:most] + [row for row in rows[most:] if row is tuning.best]
@@ -61,14 +61,14 @@ def _step_cell(row: CandidateResult) -> Cell | None:
     return Cell(("≥ " if row.plan is None else "") + human_seconds(row.step_seconds), row.step_seconds)
 
 
-def _replicas_text(tuning: TuningData, row: CandidateResult) -> str:
+def _replicas_text(tuning: Tuning, row: CandidateResult) -> str:
     """Formats `8 x 4, data outside`: devices of a replica, number of replicas, and outer mesh dimension."""
     devices = len(tuning.devices) * tuning.best.data_parallel
     order = f", {row.mesh[0]} outside" if devices > row.data_parallel > 1 else ""
     return f"{devices // row.data_parallel} x {row.data_parallel}{order}"
 
 
-def tuning_text(tuning: TuningData, is_whole: bool = False, remaining: str = ".rows has") -> str:
+def tuning_text(tuning: Tuning, is_whole: bool = False, remaining: str = ".rows has") -> str:
     """Formats the first candidates and the best, or all; `remaining` begins the line that counts omitted rows."""
     kinds = Counter(name.partition(":")[0] for name in tuning.devices)
     listed = ", ".join(f"{count * tuning.best.data_parallel} x {kind}" for kind, count in kinds.items())
@@ -87,7 +87,7 @@ def tuning_text(tuning: TuningData, is_whole: bool = False, remaining: str = ".r
     return "\n".join(lines)
 
 
-def tuning_html(tuning: TuningData) -> str:
+def tuning_html(tuning: Tuning) -> str:
     """Formats the best candidates that have a plan as HTML."""
     best, table = tuning.best, tuning_table(tuning, MAX_HTML_CANDIDATES, is_cut=True)
     chunks = count_text(best.chunks, "micro-batch", "es")

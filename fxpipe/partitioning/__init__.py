@@ -1,7 +1,7 @@
 """From costs of nodes to stages: pure Python on plain numbers, independent of torch and of graphs.
 
-By time alone: `block.py` (the algorithm and its proof), `manual_cuts.py` (the user's cuts, and stages between them),
-`pins.py` (the user's pins).
+By time alone: `block.py` (the algorithm and its proof), `manual_cuts.py` (the user's cuts and pins, and stages between
+them).
 
 With transfers, memory and unequal devices: `chain.py` (the graph in numbers, and the loads of a stage),
 `optimal.py` (the best cut, and errors), `search.py` (the search), `intervals.py` (fast loads of any stage),

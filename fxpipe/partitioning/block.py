@@ -14,9 +14,6 @@ Given n items with costs >= 0, cut them into k nonempty blocks. In order of prio
 holds. A step never makes a block as large as the largest block, so a start with the least bottleneck keeps it. The
 start here is exact, by bisection on the bottleneck, with cuts as near to even as the bottleneck allows.
 
-torchgpipe takes the same steps, on costs normalized to 0..1 by subtracting the smallest cost, which takes more from
-long blocks. So (2) is lost: 23 equal layers on 8 devices become blocks of 2 layers and one of 9, not 3.
-
 Arithmetic is exact: a finite float is an integer times a power of two, so all costs are scaled to integers. Then each
 cost becomes cost * (n + 1) + 1: all n extra units together are less than any difference between two sums. So the
 number of items orders equal sums, which is (3), and no block ends up empty: a block that loses its only item is the
@@ -33,7 +30,7 @@ cost nothing here.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from fxpipe.errors import PartitionError
@@ -80,9 +77,14 @@ def partition_integers(costs: Sequence[int], blocks: int) -> tuple[int, ...]:
 
 def _least_bottleneck(sums: Sequence[int], largest: int, blocks: int) -> int:
     low, high = max(largest, -(-sums[-1] // blocks)), sums[-1]
+    return least_integer(low, high, lambda bottleneck: _fits(sums, blocks, bottleneck))
+
+
+def least_integer(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Finds the least integer from `low` on for which `holds` is True, by bisection; it is True for `high`."""
     while low < high:
         middle = (low + high) // 2
-        if _fits(sums, blocks, middle):
+        if holds(middle):
             high = middle
         else:
             low = middle + 1
@@ -106,24 +108,18 @@ def _furthest_stop(sums: Sequence[int], start: int, bottleneck: int) -> int:
 def _even_cuts(sums: Sequence[int], blocks: int, bottleneck: int) -> list[int]:
     """Cuts into nonempty blocks of at most `bottleneck`, each cut as near to its even share as possible."""
     items, total = len(sums) - 1, sums[-1]
-    first = _earliest_cuts(sums, blocks, bottleneck)
-    cuts = [0]
+    starts = [items]  # from the last block on: the first start such that this block and all later ones hold the rest
+    for _ in range(blocks):
+        starts.append(bisect_left(sums, sums[starts[-1]] - bottleneck))
+    first, cuts = starts[::-1], [0]
     for i in range(1, blocks):
-        low = max(first[i], cuts[-1] + 1)  # later blocks can hold the remaining items; this block is not empty
+        low = max(first[i], cuts[-1] + 1)  # this block is not empty
         high = min(_furthest_stop(sums, cuts[-1], bottleneck), items - (blocks - i))  # later blocks are not empty
         place = bisect_left(sums, i * total, key=lambda s: s * blocks)  # the first cut at or after the even share
         if i * total - sums[place - 1] * blocks <= sums[place] * blocks - i * total:
             place -= 1
         cuts.append(min(max(place, low), high))
     return [*cuts, items]
-
-
-def _earliest_cuts(sums: Sequence[int], blocks: int, bottleneck: int) -> list[int]:
-    """Finds the first possible start of each block such that it and all later blocks can hold the remaining items."""
-    starts = [len(sums) - 1]
-    for _ in range(blocks):
-        starts.append(bisect_left(sums, sums[starts[-1]] - bottleneck))
-    return starts[::-1]
 
 
 def _improve(sums: Sequence[int], largest: int, cuts: list[int]) -> None:

@@ -75,7 +75,13 @@ class Chain:
         If values are relayed, each stage up to the last user receives the value and sends its gradient back, as if all
         nodes between used the value. The first stage then sends the inputs of the model.
         """
-        return tuple(relayed(flow, len(self)) for flow in self.flows) if self.is_relayed else self.flows
+        if not self.is_relayed:
+            return self.flows
+        n, makers = len(self), [max(flow.maker, 0) for flow in self.flows]
+        return tuple(
+            replace(flow, maker=maker, users=tuple(range(maker + 1, min(flow.users[-1], n) + 1)))
+            for flow, maker in zip(self.flows, makers, strict=True)
+        )
 
     @property
     def of_memory(self) -> Chain:
@@ -158,9 +164,10 @@ def stage_loads(
         held = cost if largest is chain else _stage_cost(largest, site, starts, j, again, largest_storages)
         forward, backward = chain.forward[site.kind][start:end], chain.backward[site.kind][start:end]
         transfers = [sending_seconds(flow, site.link) for flow in flows if flow_arrives(flow, start, end)]
-        if j + 1 < len(sites):
-            returning = (flow for flow in flows if gradient_arrives(flow, start, end, len(chain)))
-            transfers += [sending_seconds(flow, links[j]) for flow in returning]
+        for flow in flows if j + 1 < len(sites) else ():
+            is_touched = start <= flow.maker < end or any_within(flow.users, start, end)
+            if flow.returns and is_touched and any_within(flow.users, end, len(chain)):
+                transfers.append(sending_seconds(flow, links[j]))
         work = [*forward, *backward, *(forward if again else ())]
         memory = held.memory(site.in_flight, site.activations(again))
         loads.append(StageLoad(cost, again, math.fsum(transfers), math.fsum(work + transfers), memory, held))
@@ -180,20 +187,8 @@ def any_within(places: Sequence[int], start: int, end: int) -> bool:
     return first < len(places) and places[first] < end
 
 
-def relayed(flow: Flow, n: int) -> Flow:
-    """Returns the flow as if all `n` places from its maker to its last user used it."""
-    maker = max(flow.maker, 0)
-    return replace(flow, maker=maker, users=tuple(range(maker + 1, min(flow.users[-1], n) + 1)))
-
-
 def flow_arrives(flow: Flow, start: int, end: int) -> bool:
     return 0 <= flow.maker < start and any_within(flow.users, start, end)
-
-
-def gradient_arrives(flow: Flow, start: int, end: int, n: int) -> bool:
-    """Returns True if the stage receives a gradient of the flow from a later stage; place `n` is the model's output."""
-    touched = start <= flow.maker < end or any_within(flow.users, start, end)
-    return flow.returns and touched and any_within(flow.users, end, n)
 
 
 def sending_seconds(flow: Flow, link: Link | None) -> float:
@@ -219,12 +214,7 @@ def flow_of_storage(chain: Chain) -> dict[int, int]:
 
 
 def _stage_cost(
-    chain: Chain,
-    site: StageSite,
-    starts: Sequence[int],
-    stage: int,
-    recompute: bool,
-    storages: Mapping[int, int],
+    chain: Chain, site: StageSite, starts: Sequence[int], stage: int, recompute: bool, storages: Mapping[int, int]
 ) -> StageCost:
     start, end = [*starts, len(chain)][stage : stage + 2]
     weights = [w for w in chain.weights if any_within(w.users, start, end)]

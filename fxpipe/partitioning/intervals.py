@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import cache
 from itertools import accumulate, pairwise
 
 from fxpipe.cluster import Link
@@ -72,7 +73,13 @@ class StageClock:
         self._costs, self._ranked = [cost for cost, _ in ranked], [e for _, e in ranked]
         blocks = (bits_of(self._ranked[i : i + ENDS_PER_BLOCK]) for i in range(0, len(ranked), ENDS_PER_BLOCK))
         self._blocks = list(accumulate(blocks, int.__or__, initial=0))
-        self._older = self._ends_of_older_gradients(n, ends)
+        self._all_ends = bits_of(ends)
+        # By start: the ends crossed by a gradient of a flow without a maker or user since that start.
+        by_oldest: list[list[int]] = [[] for _ in range(n + 1)]
+        for e in ends:
+            if keys := gradients.keys[e]:
+                by_oldest[keys[0] + 1].append(e)
+        self._older = list(accumulate(map(bits_of, by_oldest), int.__or__))
 
     def seconds(self, start: int, end: int) -> int:
         work = self.work[end] - self.work[start]
@@ -84,12 +91,10 @@ class StageClock:
         if limit != self._limit:
             self._limit, self._ends_by_start = limit, {}
         if start not in self._ends_by_start:
-            self._ends_by_start[start] = self._find_ends(start, limit)
+            self._ends_by_start[start] = self._find_ends(start, limit) if limit >= 0 else 0
         return self._ends_by_start[start]
 
     def _find_ends(self, start: int, limit: int) -> int:
-        if limit < 0:
-            return 0
         stop = bisect_right(self.work, self.work[start] + limit, lo=start)
         reached = bits_below(stop) & ~bits_below(start + 1)
         rank = bisect_right(self._costs, self._gain[start] + limit)
@@ -103,15 +108,6 @@ class StageClock:
             if self.seconds(start, e) <= limit:
                 ends |= 1 << e
         return ends
-
-    def _ends_of_older_gradients(self, n: int, ends: Sequence[int]) -> list[int]:
-        """Finds for each start the ends crossed by a gradient of a flow without a maker or user since that start."""
-        self._all_ends = bits_of(ends)
-        by_oldest: list[list[int]] = [[] for _ in range(n + 1)]
-        for e in ends:
-            if keys := self._gradients.keys[e]:
-                by_oldest[keys[0] + 1].append(e)
-        return list(accumulate(map(bits_of, by_oldest), int.__or__))
 
 
 class StageClocks:
@@ -128,8 +124,7 @@ class StageClocks:
         kinds = len(chain.forward)
         self._forward, self._backward = exact[:kinds], exact[kinds : 2 * kinds]
         self._sending: dict[Link | None, list[int]] = dict(zip(links, exact[2 * kinds :], strict=True))
-        self._arrivals: dict[Link | None, CutCrossings] = {}
-        self._gradients: dict[Link | None, CutCrossings] = {}
+        self._arriving, self._returning = cache(self._find_arrivals), cache(self._find_gradients)
         self._clocks: dict[tuple[int, bool, Link | None, Link | None], StageClock] = {}
 
     def clock(self, stage: int, recompute: bool) -> StageClock:
@@ -146,27 +141,17 @@ class StageClocks:
         pairs = zip(self._forward[kind], self._backward[kind], strict=True)
         return list(accumulate((times * f + b for f, b in pairs), initial=0))
 
-    def _arriving(self, link: Link | None) -> CutCrossings:
-        if link not in self._arrivals:
-            self._arrivals[link] = CutCrossings(len(self._chain), self._arrivals_of(link))
-        return self._arrivals[link]
+    def _find_arrivals(self, link: Link | None) -> CutCrossings:
+        values = self._sending.get(link, ())
+        return CutCrossings(len(self._chain), _arrivals(self._chain, self._flows if values else (), values))
 
-    def _arrivals_of(self, link: Link | None) -> Iterator[CrossingEntry]:
-        for flow, value in zip(self._flows, self._sending.get(link, ()), strict=link is not None):
-            if flow.maker >= 0:
-                yield from _crossings_between([flow.maker, *_users_in_chain(flow, self._chain)], value)
-
-    def _returning(self, link: Link | None) -> CutCrossings:
-        if link not in self._gradients:
-            self._gradients[link] = CutCrossings(len(self._chain), self._gradients_of(link))
-        return self._gradients[link]
-
-    def _gradients_of(self, link: Link | None) -> Iterator[CrossingEntry]:
+    def _find_gradients(self, link: Link | None) -> CutCrossings:
+        things = list[CrossingEntry]()
         for flow, value in zip(self._flows, self._sending.get(link, ()), strict=link is not None):
             if flow.returns:
-                makers = [flow.maker] if flow.maker >= 0 else []
-                touched = [*makers, *_users_in_chain(flow, self._chain)]
-                yield from ((range(a + 1, b + 1), a, value) for a, b in pairwise(touched))
+                touched = [*([flow.maker] if flow.maker >= 0 else []), *_users_in_chain(flow, self._chain)]
+                things += [(range(a + 1, b + 1), a, value) for a, b in pairwise(touched)]
+        return CutCrossings(len(self._chain), things)
 
 
 class SharedBytes:
@@ -199,11 +184,14 @@ class StageMemory:
         self.unit = unit * fine
         self._states = dict(zip((site.state for site in sites), states, strict=True))
         self._fine = fine
-        self._working = _tables_of_maxima(working)
-        self._of_weights: dict[float, SharedBytes] = {}
+        self._working = [working]  # table k has the maxima of each 2**k neighbors
+        while 2 * (width := 1 << len(self._working) - 1) <= len(working):
+            last = self._working[-1]
+            self._working.append([max(last[i], last[i + width]) for i in range(len(last) - width)])
+        self._with_state = cache(self._sum_weights)
         self._pairs = flow_of_storage(chain)
         n = len(chain)
-        self._received = SharedBytes(n, (), self._received_flows())
+        self._received = SharedBytes(n, (), _arrivals(chain, chain.flows, self._flows))
         first = [(held.savers[0], value) for held, value in zip(chain.held, self._helds, strict=True)]
         self._kept = SharedBytes(n, first, self._of_older(recompute=False))
         self._held = SharedBytes(n, first, self._of_older(recompute=True))
@@ -214,32 +202,21 @@ class StageMemory:
 
     def memory(self, site: StageSite, recompute: bool, start: int, end: int) -> int:
         """Returns the bytes of a stage in memory; they never decrease as `end` grows."""
-        static, working = self._with_state(site.state).bytes(start, end), self._largest_working(start, end)
+        static = self._with_state(site.state).bytes(start, end)
+        power = (end - start).bit_length() - 1
+        working = max(self._working[power][start], self._working[power][end - (1 << power)])
         received = self._received.bytes(start, end) if recompute else 0  # without recomputation, `saved` includes them
         saved = (self._held if recompute else self._kept).bytes(start, end)
         return stage_memory(static, received, saved, working, site.in_flight, site.activations(recompute))
 
-    def _with_state(self, state: float) -> SharedBytes:
-        if state not in self._of_weights:
-            values = [
-                value + (value // self._fine * self._states[state] if weights.is_trained else 0)
-                for weights, value in zip(self._chain.weights, self._weights, strict=True)
-            ]
-            used = [(w.users, value) for w, value in zip(self._chain.weights, values, strict=True) if w.users]
-            first = ((users[0], value) for users, value in used)
-            older = (crossed for users, value in used for crossed in _crossings_between(users, value))
-            self._of_weights[state] = SharedBytes(len(self._chain), first, older)
-        return self._of_weights[state]
-
-    def _largest_working(self, start: int, end: int) -> int:
-        power = (end - start).bit_length() - 1
-        row = self._working[power]
-        return max(row[start], row[end - (1 << power)])
-
-    def _received_flows(self) -> Iterator[CrossingEntry]:
-        for flow, value in zip(self._chain.flows, self._flows, strict=True):
-            if flow.maker >= 0:
-                yield from _crossings_between([flow.maker, *_users_in_chain(flow, self._chain)], value)
+    def _sum_weights(self, state: float) -> SharedBytes:
+        first, older = list[tuple[int, int]](), list[CrossingEntry]()
+        for weights, value in zip(self._chain.weights, self._weights, strict=True):
+            if weights.users:
+                total = value + (value // self._fine * self._states[state] if weights.is_trained else 0)
+                first.append((weights.users[0], total))
+                older += _crossings_between(weights.users, total)
+        return SharedBytes(len(self._chain), first, older)
 
     def _of_older(self, recompute: bool) -> Iterator[CrossingEntry]:
         """Yields what a stage keeps of things that begin before it, less what the prefix sums count for them.
@@ -287,6 +264,13 @@ def _users_in_chain(flow: Flow, chain: Chain) -> list[int]:
     return [user for user in flow.users if user < len(chain)]
 
 
+def _arrivals(chain: Chain, flows: Sequence[Flow], values: Sequence[int]) -> Iterator[CrossingEntry]:
+    """Yields the crossings of the values of flows from earlier stages, with the next user as key."""
+    for flow, value in zip(flows, values, strict=True):
+        if flow.maker >= 0:
+            yield from _crossings_between([flow.maker, *_users_in_chain(flow, chain)], value)
+
+
 def _crossings_between(places: Sequence[int], value: int) -> Iterator[CrossingEntry]:
     """Yields the crossings of a thing of several places, at all starts after the first; the key is the next place."""
     return ((range(a + 1, b + 1), b, value) for a, b in pairwise(places))
@@ -300,12 +284,3 @@ def _saved_but_not_used(maker: int, users: Sequence[int], savers: Sequence[int],
         yield starts, saver, value
         if known < len(users):
             yield starts, users[known], -value
-
-
-def _tables_of_maxima(row: list[int]) -> list[list[int]]:
-    """Computes tables of maxima: table k has the maxima of each 2**k neighbors."""
-    tables = [row]
-    while 2 * (width := 1 << len(tables) - 1) <= len(row):
-        last = tables[-1]
-        tables.append([max(last[i], last[i + width]) for i in range(len(last) - width)])
-    return tables

@@ -18,12 +18,11 @@ import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError, TooManyStagesError
 from fxpipe.partitioning.block import exact_integers, partition_integers
-
-# -- The nodes of a graph for cutting, and their names in errors -------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +70,18 @@ def is_by_names(balance: Sequence[int] | Sequence[str], stages: int) -> bool:
     return all(isinstance(entry, str) for entry in balance) and (len(balance) > 0 or stages == 1)
 
 
-def _node_count(entry: int | str, entries: Sequence[int] | Sequence[str]) -> int:
-    try:
-        if isinstance(entry, bool | str):
-            raise TypeError
-        return operator.index(entry)
-    except TypeError:
-        raise ArgumentTypeError(
-            f"balance={entries}: {entry!r} is of type {type(entry).__name__}; expected ints only (numbers of nodes) or "
-            "strings only (names of nodes or modules)"
-        ) from None
-
-
-def starts_by_counts(entries: Sequence[int] | Sequence[str], nodes: NodeSequence) -> tuple[int, ...]:
-    counts, n = [_node_count(entry, entries) for entry in entries], len(nodes.costs)
+def starts_by_counts(entries: Sequence[Any], nodes: NodeSequence) -> tuple[int, ...]:
+    counts, n = list[int](), len(nodes.costs)
+    for entry in entries:
+        try:
+            if isinstance(entry, bool):
+                raise TypeError
+            counts.append(operator.index(entry))
+        except TypeError:
+            raise ArgumentTypeError(
+                f"balance={entries}: {entry!r} is of type {type(entry).__name__}; expected ints only (numbers of "
+                "nodes) or strings only (names of nodes or modules)"
+            ) from None
     if min(counts) < 1:
         raise ArgumentError(f"balance={counts} has the entry {min(counts)}: each stage needs at least 1 node")
     if sum(counts) != n:
@@ -105,8 +102,17 @@ def cuts_by_names(balance: Sequence[int] | Sequence[str], nodes: NodeSequence) -
     _raise_problems(
         f"{name!r} ends before the first node, where no stage can end: leave it out" for name, p in ends if p == 0
     )
-    _raise_problems(_nothing_behind_message(name) for name, place in ends if place == len(nodes.costs))
-    _raise_problems(_out_of_order_message(*one, *two, nodes) for one, two in pairwise(ends) if two[1] <= one[1])
+    _raise_problems(
+        f"{name!r} ends with the last node, where the last stage ends without being named: leave it out"
+        for name, place in ends
+        if place == len(nodes.costs)
+    )
+    _raise_problems(
+        f"{name!r} ends with {nodes.label(place - 1)}, which is not behind {nodes.label(end - 1)}, where {before!r} "
+        "ends: name each end once, in the order in which they run"
+        for (before, end), (name, place) in pairwise(ends)
+        if place <= end
+    )
     _raise_problems(
         f"{name!r}: {nodes.forbidden_cut_message(place)}" for name, place in ends if place in nodes.forbidden_cuts
     )
@@ -138,17 +144,6 @@ def enclosing_paths(modules: Iterable[str]) -> set[str]:
     return {path[:end] for path in {*modules} for end, letter in enumerate(f"{path}.") if letter == "."}
 
 
-def _nothing_behind_message(name: str) -> str:
-    return f"{name!r} ends with the last node, where the last stage ends without being named: leave it out"
-
-
-def _out_of_order_message(before: str, end: int, name: str, place: int, nodes: NodeSequence) -> str:
-    return (
-        f"{name!r} ends with {nodes.label(place - 1)}, which is not behind {nodes.label(end - 1)}, where {before!r} "
-        "ends: name each end once, in the order in which they run"
-    )
-
-
 def _raise_problems(problems: Iterable[str]) -> None:
     match list(problems):
         case []:
@@ -172,14 +167,19 @@ def cut_by_block(nodes: NodeSequence, stages: int, required: Sequence[int] = ())
     One more stage never raises a part's largest cost, so adding stages one at a time to the part with the largest cost
     leads to the least bottleneck.
     """
-    costs = exact_integers(nodes.costs)
-    parts = [_ItemRun.of(start, stop, costs, nodes) for start, stop in pairwise([0, *required, len(costs)])]
+    costs, parts = exact_integers(nodes.costs), list[_ItemRun]()
+    for start, stop in pairwise([0, *required, len(costs)]):
+        items = tuple(place for place in nodes.items() if start <= place < stop)
+        sums = tuple(sum(costs[one:two]) for one, two in pairwise([*items, stop]))
+        parts.append(_ItemRun(items, sums, (len(items),)))
     if len(parts) == 1:
-        return parts[0].in_stages(stages).starts
-    for _ in range(stages - len(parts)):
-        at = max((p for p, part in enumerate(parts) if part.can_be_cut), key=lambda p: parts[p].bottleneck)
-        parts[at] = parts[at].in_stages(len(parts[at].lengths) + 1)
-    return tuple(start for part in parts for start in part.starts)
+        parts[0] = parts[0].in_stages(stages)
+    else:
+        for _ in range(stages - len(parts)):
+            divisible = [p for p, part in enumerate(parts) if len(part.lengths) < len(part.items)]
+            at = max(divisible, key=lambda p: parts[p].bottleneck)
+            parts[at] = parts[at].in_stages(len(parts[at].lengths) + 1)
+    return tuple(part.items[first] for part in parts for first in accumulate(part.lengths[:-1], initial=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,27 +190,13 @@ class _ItemRun:
     costs: tuple[int, ...]
     lengths: tuple[int, ...]  # length of each stage, in items
 
-    @classmethod
-    def of(cls, start: int, stop: int, costs: Sequence[int], nodes: NodeSequence) -> _ItemRun:
-        items = tuple(place for place in nodes.items() if start <= place < stop)
-        sums = tuple(sum(costs[one:two]) for one, two in pairwise([*items, stop]))
-        return cls(items, sums, (len(items),))
-
     def in_stages(self, number: int) -> _ItemRun:
         return replace(self, lengths=partition_integers(self.costs, number))
-
-    @property
-    def can_be_cut(self) -> bool:
-        return len(self.lengths) < len(self.items)
 
     @property
     def bottleneck(self) -> int:
         ends = accumulate(self.lengths, initial=0)
         return max(sum(self.costs[start:stop]) for start, stop in pairwise(ends))
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        return tuple(self.items[first] for first in accumulate(self.lengths[:-1], initial=0))
 
 
 # -- Cuts a graph like another one: each node goes to the stage that has its parameters, if possible -------------------
@@ -219,36 +205,120 @@ class _ItemRun:
 def cut_least_misplaced(misplaced: Sequence[Sequence[float]], forbidden: Mapping[int, str]) -> tuple[int, ...]:
     """Finds starts of stages with the least sum of `misplaced[place][stage]`, exactly, by dynamic programming.
 
-    Args:
-        misplaced: for each place, the cost of its node in each stage.
-        forbidden: place -> reason why no cut is allowed before it.
-
-    Returns:
-        The place of the first node of each stage; every stage has at least one node. Ties go to the earlier cut.
-
-    Raises:
-        PartitionError: there are fewer places for cuts than needed.
+    Every stage has at least one node; ties go to the earlier cut. Raises `PartitionError` if there are fewer places for
+    cuts (`forbidden`: place -> reason) than needed.
     """
-    stages = len(misplaced[0]) if misplaced else 0
-    infinite = float("inf")
-    # best[j]: least cost of the places so far, with the last one in stage j, and its starts
-    best: list[tuple[float, tuple[int, ...]]] = [(infinite, ())] * stages
+    stages, infinite = len(misplaced[0]) if misplaced else 0, float("inf")
+    none: tuple[float, tuple[int, ...]] = (infinite, ())
+    best = [none] * stages  # by stage: least cost of the places so far, with the last one in this stage, and its starts
     for place, costs in enumerate(misplaced):
-        before = best
-        best = []
-        for j in range(stages):
-            stay = before[j]
-            if place == 0:
-                enter: tuple[float, tuple[int, ...]] = (0.0, (0,)) if j == 0 else (infinite, ())
-            elif j > 0 and place not in forbidden and before[j - 1][0] < infinite:
-                enter = (before[j - 1][0], (*before[j - 1][1], place))
-            else:
-                enter = (infinite, ())
-            cost, starts = min(stay, enter)
-            best.append((cost + costs[j], starts))
+        before = [(0.0, ()) if place == 0 else none, *best[:-1]]
+        enter = [
+            none if place in forbidden or cost == infinite else (cost, (*starts, place)) for cost, starts in before
+        ]
+        best = [(cost + more, starts) for (cost, starts), more in zip(map(min, best, enter), costs, strict=True)]
     if not best or best[-1][0] == infinite:
         raise PartitionError(
             f"the graph has {len(misplaced)} nodes, and fewer than {stages} blocks of them can be separated; "
             "use fewer devices"
         )
     return best[-1][1]
+
+
+MAX_WAYS = 16  # maximum number of placements for pins to compare
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPlacement:
+    """A placement and the bounds that follow from pins."""
+
+    placement: tuple[int, ...]  # by stage: the device
+    first_stages: tuple[int, ...]  # by place: the first stage that may have the node
+    last_stages: tuple[int, ...]  # by place: the last stage that may have the node
+
+
+def placements_for_pins(
+    pins: Mapping[str, int], placement: Sequence[int], nodes: NodeSequence
+) -> tuple[PinnedPlacement, ...]:
+    """Returns the placements that satisfy `pins` (node name or module path -> device), the fewest stages first.
+
+    Stages are placed on the devices in order. A node pinned to an earlier device than a preceding node needs another
+    stage; between pins the solver decides:
+
+        devices    0, 1                    pins {"embedding": 0, "head": 0}
+        stages     0 on 0, 1 on 1, 2 on 0  since the head is after nodes that are on 1
+
+        place         0          1      2      3      4
+        node          embedding  ...    ...    ...    head
+        first stage   0          0      0      0      2
+        last stage    0          2      2      2      2
+
+    A pinned node can be in an existing stage or in a new one. A module's pin holds for its submodules unless they have
+    their own pins. A module that computes nothing needs no place.
+    """
+    device_of: dict[int, int] = {}
+    for name in sorted(pins, key=len):  # longer paths are inner modules, and override
+        places = places_of_name(name, nodes) if name else list(range(len(nodes.costs)))
+        is_elsewhere = name in nodes.inside and pins.get(nodes.inside[name]) != pins[name]
+        if not places and (is_elsewhere or not (name in nodes.inside or name in nodes.empty)):
+            raise PartitionError(unknown_name_message(name, nodes))
+        device_of |= dict.fromkeys(places, pins[name])
+    ways = [_StagesForPins(_first_placement(device_of, placement, len(nodes.costs)), ())]
+    for place, device in sorted(device_of.items()):
+        ways = [longer for way in ways for longer in way.with_pin(place, device)][:MAX_WAYS]
+    placements = (way.bounded(len(nodes.costs)) for way in sorted(ways, key=lambda way: len(way.placement)))
+    possible = tuple(way for way in placements if way is not None)
+    if not possible:
+        raise PartitionError(
+            f"pin={dict(pins)!r}: the {len(nodes.costs)} nodes are too few for the stages that this takes; use fewer "
+            "devices, or pin less"
+        )
+    return possible
+
+
+def _first_placement(device_of: Mapping[int, int], placement: Sequence[int], n: int) -> tuple[int, ...]:
+    """Returns the initial placement: as given, but first the device of the first node; no device without nodes."""
+    if len(device_of) == n:  # a map of all modules: one stage per run, unless the given placement matches
+        runs = tuple(device for device, _ in groupby(device_of[place] for place in range(n)))
+        return tuple(placement) if tuple(device for device, _ in groupby(placement)) == runs else runs
+    first = device_of.get(0, placement[0])
+    rest = [*placement]
+    if first in rest:
+        rest.remove(first)
+    return (first, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _StagesForPins:
+    """Stages for the first pinned places."""
+
+    placement: tuple[int, ...]
+    spans: tuple[tuple[int, int, int], ...]  # (place, first stage, last stage), ascending; the stages are on one device
+
+    def with_pin(self, place: int, device: int) -> list[_StagesForPins]:
+        before, first, last = self.spans[-1] if self.spans else (-2, 0, 0)
+        if before == place - 1 and self.placement[first] == device:
+            return [_StagesForPins(self.placement, (*self.spans, (place, first, last)))]  # the same span continues
+        ways = []
+        for _, run in groupby(range(len(self.placement)), self.placement.__getitem__):
+            stages = [stage for stage in run if self.placement[stage] == device and stage >= first]
+            if stages:  # adjacent stages on one device: the solver chooses among them
+                ways.append(_StagesForPins(self.placement, (*self.spans, (place, stages[0], stages[-1]))))
+        if self.placement[-1] != device:
+            stage = len(self.placement)
+            ways.append(_StagesForPins((*self.placement, device), (*self.spans, (place, stage, stage))))
+        return ways
+
+    def bounded(self, n: int) -> PinnedPlacement | None:
+        """Returns the bounds of all `n` nodes; None if they leave a stage without a node."""
+        end = len(self.placement) - 1
+        firsts = {place: first for place, first, _ in self.spans}
+        lasts = {place: last for place, _, last in self.spans}
+        low = tuple(accumulate((firsts.get(place, 0) for place in range(n)), max))
+        high = tuple(accumulate((lasts.get(place, end) for place in reversed(range(n))), min))[::-1]
+        stage = -1
+        for first, last in zip(low, high, strict=True):
+            stage = min(stage + 1, last)  # the earliest stage possible
+            if stage < first:
+                return None
+        return PinnedPlacement(self.placement, low, high) if stage == end else None

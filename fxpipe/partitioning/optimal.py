@@ -39,24 +39,12 @@ from fxpipe.partitioning.chain import Chain, StageLoad, StageSite, stage_loads
 from fxpipe.partitioning.manual_cuts import NodeSequence
 from fxpipe.partitioning.search import CutSearch
 from fxpipe.utils.text_table import text_table
-from fxpipe.utils.units import human_bytes
-
-# The error if no cut fits into memory has a table of the best attempt, the reason, and remedies.
-#
-# The best attempt is the cut that minimizes the largest excess over a memory limit, to one part in 1024. A remedy is a
-# list of *trials*, each with another chain or other sites; the error names the first trial that fits.
+from fxpipe.utils.units import count_text, human_bytes
 
 ATTEMPT_PRECISION = 1024  # relative precision of the best attempt, as 1 / ATTEMPT_PRECISION
 SHORTAGE_HEADERS = (
-    "stage",
-    "nodes",
-    "parameters",
-    "gradients, optimizer",
-    "activations",
-    "working",
-    "needs",
-    "limit",
-    "over by",
+    *("stage", "nodes", "parameters", "gradients, optimizer"),
+    *("activations", "working", "needs", "limit", "over by"),
 )
 
 
@@ -78,39 +66,29 @@ def recompute_trials(chain: Chain, sites: Sequence[StageSite]) -> Iterator[Remed
         yield RemedyTrial("let stages recompute", chain, [replace(site, may_recompute=True) for site in sites])
 
 
-def first_fitting_trial(trials: Iterable[RemedyTrial]) -> RemedyTrial | None:
-    return next((trial for trial in trials if trial.fits()), None)
-
-
-def no_cut_fits_message(stages: int) -> str:
-    return f"no cut into {'1 stage' if stages == 1 else f'{stages} stages'} fits into memory"
+def _no_cut_fits(stages: int) -> str:
+    return f"no cut into {count_text(stages, 'stage')} fits into memory"
 
 
 def memory_limit_error(
     chain: Chain, sites: Sequence[StageSite], names: Sequence[str] = (), remedies: Iterable[Iterable[RemedyTrial]] = ()
 ) -> MemoryLimitError:
-    """Returns the error if no cut fits: the table, the reason, and for each remedy the first trial that fits.
+    """Returns the error if no cut fits: a table of the best attempt, the reason, and what would fit.
 
-    Args:
-        names: of the nodes, or empty.
-        remedies: each a list of trials, the mildest first.
+    `names`: of the nodes, or empty. `remedies`: each a list of trials, the mildest first; the first that fits is named.
     """
     starts, loads = best_attempt(chain, sites)
     over = [
         load.memory - site.memory if site.memory is not None else 0.0 for load, site in zip(loads, sites, strict=True)
     ]
-    ends = [*starts[1:], len(chain)]
-    rows = [
-        _shortage_row(j, *row) for j, row in enumerate(zip(pairwise([*starts, len(chain)]), loads, sites, strict=True))
-    ]
+    places = list(pairwise([*starts, len(chain)]))
+    rows = [_shortage_row(j, *row) for j, row in enumerate(zip(places, loads, sites, strict=True))]
     worst = over.index(max(over))
-    head = f"{no_cut_fits_message(len(sites))}; the best one is over by {human_bytes(max(over))} in stage {worst}"
-    sentences = [
-        f"The problem: {_problem_message(chain, sites, names, loads[worst], worst, (starts[worst], ends[worst]))}."
-    ]
+    head = f"{_no_cut_fits(len(sites))}; the best one is over by {human_bytes(max(over))} in stage {worst}"
+    sentences = [f"The problem: {_problem_message(chain, sites, names, loads[worst], worst, places[worst])}."]
     versions = _versions_message(loads, sites)
     sentences += [versions] if versions else []
-    tried = [first_fitting_trial(trials) for trials in remedies]
+    tried = [next((trial for trial in trials if trial.fits()), None) for trials in remedies]
     words = [trial.words for trial in tried if trial is not None]
     if versions:
         words.append(f"raise the memory limit of each stage by {human_bytes(max(over))}")
@@ -123,7 +101,7 @@ def memory_limit_error(
 
 
 def best_attempt(chain: Chain, sites: Sequence[StageSite]) -> tuple[tuple[int, ...], tuple[StageLoad, ...]]:
-    """Returns starts and loads of the cut with the least excess over its memory limits; assumes that a cut exists."""
+    """Returns starts and loads of the cut with the least excess over a memory limit; assumes that a cut exists."""
     search = CutSearch(chain, sites)
     low, high = 0.0, max(1.0, *(site.memory / ATTEMPT_PRECISION for site in sites if site.memory is not None))
     while not (fitting := search.with_spare(high)).fits():
@@ -145,7 +123,9 @@ def _shortage_row(stage: int, places: tuple[int, int], load: StageLoad, site: St
         activations = f"{human_bytes(cost.received_bytes)} x {times} + {saved}, recomputed"
     else:
         activations = f"{human_bytes(cost.received_bytes + cost.saved_bytes)} x {times}"
-    limit, over = ("none", "") if site.memory is None else (human_bytes(site.memory), _overrun(load, site.memory))
+    limit, over = ("none", "") if site.memory is None else (human_bytes(site.memory), "-")
+    if site.memory is not None and load.memory > site.memory:
+        over = human_bytes(load.memory - site.memory)
     return (
         str(stage),
         f"{places[0]}-{places[1] - 1}",
@@ -161,27 +141,23 @@ def _shortage_row(stage: int, places: tuple[int, int], load: StageLoad, site: St
 
 def _versions_message(loads: Sequence[StageLoad], sites: Sequence[StageSite]) -> str:
     """Describes how many weight versions fit into each stage; empty if one version suffices."""
+
+    def fitting(load: StageLoad, site: StageSite) -> int:
+        if site.memory is None or load.memory <= site.memory:
+            return site.versions
+        older = load.memory_cost.version_bytes
+        spare = site.memory - (load.memory - older)
+        if spare < 0 or not older:
+            return 0
+        return 1 + int(spare // (older / (site.versions - 1)))
+
     if max(site.versions for site in sites) == 1:
         return ""
     counts = ", ".join(
-        f"{_versions_that_fit(load, site)} of {site.versions} in stage {j}"
+        f"{fitting(load, site)} of {site.versions} in stage {j}"
         for j, (load, site) in enumerate(zip(loads, sites, strict=True))
     )
     return f"Versions of the weights, for the mini-batches in flight, that would fit: {counts}."
-
-
-def _versions_that_fit(load: StageLoad, site: StageSite) -> int:
-    if site.memory is None or load.memory <= site.memory:
-        return site.versions
-    older = load.memory_cost.version_bytes
-    spare = site.memory - (load.memory - older)
-    if spare < 0 or not older:
-        return 0
-    return 1 + int(spare // (older / (site.versions - 1)))
-
-
-def _overrun(load: StageLoad, limit: float) -> str:
-    return human_bytes(load.memory - limit) if load.memory > limit else "-"
 
 
 def _beside_parameters(sites: Sequence[StageSite]) -> str:
@@ -190,15 +166,9 @@ def _beside_parameters(sites: Sequence[StageSite]) -> str:
 
 
 def _problem_message(
-    chain: Chain,
-    sites: Sequence[StageSite],
-    names: Sequence[str],
-    load: StageLoad,
-    stage: int,
-    places: tuple[int, int],
+    chain: Chain, sites: Sequence[StageSite], names: Sequence[str], load: StageLoad, stage: int, places: tuple[int, int]
 ) -> str:
-    single = _single_node_message(chain, sites, names)
-    if single:
+    if single := _single_node_message(chain, sites, names):
         return single
     state = min(site.state for site in sites)
     everything = sum(w.bytes * (1 + state if w.is_trained else 1) for w in chain.weights)
@@ -210,7 +180,8 @@ def _problem_message(
         )
     lasting, working = load.memory_cost.static_bytes, load.memory_cost.working_bytes
     activations, in_flight = load.memory - lasting - working, sites[stage].in_flight
-    momentary = _largest_working_label(chain.of_memory, names, places)
+    of_places = chain.of_memory.working
+    momentary = _node_label(max(range(*places), key=lambda place: of_places[place] if of_places else 0.0), names)
     *_, (second, _, other), (size, words, _) = sorted(
         [
             (lasting, f"the parameters: with {_beside_parameters([sites[stage]])} they take", "parameters"),
@@ -235,17 +206,9 @@ def _single_node_message(chain: Chain, sites: Sequence[StageSite], names: Sequen
         least = min(need for need, _ in needs)
         if least > largest and all(limit is not None and need > limit for need, limit in needs):
             largest = least
-            alone = (
-                _node_label(start, names)
-                if end == start + 1
-                else f"{_node_label(start, names)} to {_node_label(end - 1, names)}"
-            )
+            alone = " to ".join(_node_label(place, names) for place in sorted({start, end - 1}))
             message = f"{alone} alone needs {human_bytes(largest)}, more than any stage may take"
     return message
-
-
-def _largest_working_label(chain: Chain, names: Sequence[str], places: tuple[int, int]) -> str:
-    return _node_label(max(range(*places), key=lambda place: chain.working[place] if chain.working else 0.0), names)
 
 
 def _node_label(place: int, names: Sequence[str]) -> str:
@@ -294,19 +257,15 @@ def optimal_partition(
     limit = search.least_bottleneck()
     if limit is None:
         if not CutSearch(chain, [replace(site, memory=None) for site in sites]).fits():
-            raise _no_cut_error(chain, len(sites), names)
+            nodes = NodeSequence(chain.forward[0], tuple(names), (), chain.forbidden_cuts)
+            if len(sites) > len(nodes.items()):
+                raise nodes.too_many_stages_error(len(sites))
+            raise PartitionError(
+                f"no cut into {len(sites)} stages puts every node into a stage where it may be: of what is pinned, "
+                "some is out of order, leaves a stage without nodes, or hangs together with what is pinned elsewhere"
+            )
         if not explains:
-            raise MemoryLimitError(no_cut_fits_message(len(sites)))
+            raise MemoryLimitError(_no_cut_fits(len(sites)))
         raise memory_limit_error(chain, sites, names, remedies)
     starts, recompute = search.cut(limit)
     return OptimalCut(starts, recompute, stage_loads(chain, sites, starts, recompute))
-
-
-def _no_cut_error(chain: Chain, stages: int, names: Sequence[str]) -> PartitionError:
-    nodes = NodeSequence(chain.forward[0], tuple(names), (), chain.forbidden_cuts)
-    if stages > len(nodes.items()):
-        return nodes.too_many_stages_error(stages)
-    return PartitionError(
-        f"no cut into {stages} stages puts every node into a stage where it may be: of what is pinned, some is out of "
-        "order, leaves a stage without nodes, or hangs together with what is pinned elsewhere"
-    )

@@ -22,7 +22,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations_with_replacement, pairwise
 from typing import TypeVar
 
 from fxpipe.errors import PartitionError
@@ -87,8 +87,7 @@ def pipedream_partition(
     tables = list[_LevelTable]()
     for level in levels:
         below = tables[-1] if tables else None
-        figures = _LayerSums.of(times, activation_bytes, weight_bytes, required)
-        tables.append(_LevelTable(figures, level, below))
+        tables.append(_LevelTable(_LayerSums(times, activation_bytes, weight_bytes, required), level, below))
         if len(tables) < len(levels):
             tables[-1].solve()
     answer = tables[-1].fewest_stages()
@@ -98,35 +97,26 @@ def pipedream_partition(
     return ReplicatedPartition(*answer)
 
 
-@dataclass(frozen=True, slots=True)
 class _LayerSums:
     """Prefix sums over the layers."""
 
-    seconds: tuple[float, ...]  # sums before each layer, and of all layers
-    weights: tuple[float, ...]
-    activations: Sequence[float]
-    cuts: tuple[int, ...]  # number of required layers up to each layer
-    count: int
-
-    @classmethod
-    def of(
-        cls, times: Sequence[float], activations: Sequence[float], weights: Sequence[float], required: Sequence[int]
-    ) -> _LayerSums:
-        cuts = tuple(accumulate(int(place in required) for place in range(len(times))))
-        return cls(
-            tuple(accumulate(times, initial=0.0)),
-            tuple(accumulate(weights, initial=0.0)),
-            activations,
-            cuts,
-            len(times),
-        )
+    def __init__(
+        self, times: Sequence[float], activations: Sequence[float], weights: Sequence[float], required: Sequence[int]
+    ) -> None:
+        self.count, self.activations = len(times), activations
+        self._seconds = list(accumulate(times, initial=0.0))  # before each layer, and of all layers
+        self._weights = list(accumulate(weights, initial=0.0))
+        self._cuts = list(accumulate(int(place in required) for place in range(len(times))))  # up to each layer
 
     def stage_seconds(self, i: int, j: int) -> float:
         """Computes the seconds of layers `i` to `j` on one device; infinite if a stage must begin between them."""
-        return math.inf if self.cuts[i] < self.cuts[j] else max(0.0, self.seconds[j + 1] - self.seconds[i])
+        return math.inf if self._cuts[i] < self._cuts[j] else max(0.0, self._seconds[j + 1] - self._seconds[i])
 
-    def weight_bytes(self, i: int, j: int) -> float:
-        return max(0.0, self.weights[j + 1] - self.weights[i])
+    def reduction_seconds(self, i: int, j: int, replicas: int, rate: float) -> float:
+        return 2 * (replicas - 1) * max(0.0, self._weights[j + 1] - self._weights[i]) / rate
+
+    def boundary_seconds(self, start: int, rate: float) -> float:
+        return 2 * self.activations[start - 1] / rate
 
 
 class _LevelTable:
@@ -143,54 +133,51 @@ class _LevelTable:
         self.split: dict[tuple[int, int, int], tuple[int, int]] = {}  # -> (last layer before, components of the last)
 
     def solve(self) -> None:
-        for i in range(self.sums.count):
-            for j in range(i, self.sums.count):
-                for m in range(1, self.level.workers + 1):
-                    self._solve(i, j, m)
+        for i, j in combinations_with_replacement(range(self.sums.count), 2):
+            for m in range(1, self.level.workers + 1):
+                self._solve(i, j, m)
 
     def _solve(self, i: int, j: int, m: int) -> None:
-        best, split, rate = self.stage_seconds(i, j, m), None, self.level.bytes_per_second
+        best, split = self.stage_seconds(i, j, m), None
         for own in range(1, m):
             for s in range(j - 1, i - 1, -1):
                 last = self.stage_seconds(s + 1, j, own)
-                if last >= best and self.is_lowest:
-                    break  # a stage with more layers takes no less
-                seconds = max(self.best[i, s, m - own], 2 * self.sums.activations[s] / rate, last)
+                if last >= best and self.below is None:
+                    break  # a stage with more layers takes no less; one that is a pipeline of the level below may
+                boundary = self.sums.boundary_seconds(s + 1, self.level.bytes_per_second)
+                seconds = max(self.best[i, s, m - own], boundary, last)
                 if seconds < best:
                     best, split = seconds, (s, own)
         self.best[i, j, m] = best
         if split is not None:
             self.split[i, j, m] = split
 
-    @property
-    def is_lowest(self) -> bool:
-        """True if a stage with more layers takes no less; a stage that is a pipeline of the level below may."""
-        return self.below is None
-
     def stage_seconds(self, i: int, j: int, m: int) -> float:
-        return max(self._inner_seconds(i, j), self._reduction_seconds(i, j, m)) / m
+        reduction = self.sums.reduction_seconds(i, j, m, self.level.bytes_per_second)
+        return max(self._inner_seconds(i, j), reduction) / m
 
     def _inner_seconds(self, i: int, j: int) -> float:
         below = self.below
         return self.sums.stage_seconds(i, j) if below is None else below.best[i, j, below.level.workers]
 
-    def _reduction_seconds(self, i: int, j: int, m: int) -> float:
-        return 2 * (m - 1) * self.sums.weight_bytes(i, j) / self.level.bytes_per_second
-
     def stages(self, i: int, j: int, m: int) -> list[ReplicatedStage]:
         """Lists the stages of the best pipeline, with replicas on all levels."""
-        split = self.split.get((i, j, m))
-        if split is not None:
-            s, own = split
-            return [*self.stages(i, s, m - own), *self._stages_within(s + 1, j, own)]
-        return self._stages_within(i, j, m)
+        s, own = self.split.get((i, j, m), (i - 1, m))
+        return [*(self.stages(i, s, m - own) if s >= i else ()), *self._stages_within(s + 1, j, own)]
 
     def fewest_stages(self) -> tuple[tuple[ReplicatedStage, ...], float] | None:
         """Returns the best pipeline of all layers on all components, and its seconds; None if there is none.
 
         Many pipelines are optimal if a boundary is the slowest. The result has the fewest stages of this level.
         """
-        best = _least_bottleneck(self._fewest_runs, self._seconds)
+        rate = self.level.bytes_per_second
+
+        def slowest(runs: Sequence[tuple[int, int, int]]) -> float:
+            stages = (self.stage_seconds(start, stop - 1, own) for start, stop, own in runs)
+            boundaries = (self.sums.boundary_seconds(start, rate) for start, _, _ in runs if start)
+            return max(*stages, *boundaries, 0.0)
+
+        best = _least_bottleneck(self._fewest_runs, slowest)
         if best is None:
             return None
         runs, seconds = best
@@ -225,10 +212,9 @@ class _LevelTable:
 
     def _extended(self, bits: int, start: int, stop: int, limit: float) -> int:
         """Adds a stage to the reached numbers of components; 0 if no number is within the limit."""
-        counts = self._counts(start, stop, limit)
+        counts, width = self._counts(start, stop, limit), 1
         if not counts:
             return 0
-        width = 1
         while width < len(counts):
             step = min(width, len(counts) - width)
             bits |= bits << step
@@ -237,29 +223,20 @@ class _LevelTable:
 
     def _counts(self, start: int, stop: int, limit: float) -> range:
         """Returns the numbers of components for which a stage and the boundary before it are within the limit."""
-        counts, i, j = range(1, self.level.workers + 1), start, stop - 1
-        if start and self._boundary_seconds(start) > limit:
+        counts, rate, j = range(1, self.level.workers + 1), self.level.bytes_per_second, stop - 1
+        if start and self.sums.boundary_seconds(start, rate) > limit:
             return counts[:0]
-        inner = self._inner_seconds(i, j)
+        inner = self._inner_seconds(start, j)
         first = bisect.bisect_left(counts, True, key=lambda m: inner / m <= limit)
-        end = bisect.bisect_left(counts, True, key=lambda m: self._reduction_seconds(i, j, m) / m > limit)
+        end = bisect.bisect_left(counts, True, key=lambda m: self.sums.reduction_seconds(start, j, m, rate) / m > limit)
         return counts[first:end]
-
-    def _boundary_seconds(self, start: int) -> float:
-        return 2 * self.sums.activations[start - 1] / self.level.bytes_per_second
-
-    def _seconds(self, runs: Sequence[tuple[int, int, int]]) -> float:
-        stages = (self.stage_seconds(start, stop - 1, own) for start, stop, own in runs)
-        return max(*stages, *(self._boundary_seconds(start) for start, _, _ in runs if start), 0.0)
 
     def _stages_within(self, i: int, j: int, m: int) -> list[ReplicatedStage]:
         """Lists the stages in one stage of this level, which may be a pipeline on the level below."""
         if self.below is None:
             return [ReplicatedStage(i, j + 1, m)]
-        return [
-            ReplicatedStage(stage.start, stage.stop, stage.replicas * m)
-            for stage in self.below.stages(i, j, self.below.level.workers)
-        ]
+        stages = self.below.stages(i, j, self.below.level.workers)
+        return [ReplicatedStage(stage.start, stage.stop, stage.replicas * m) for stage in stages]
 
 
 def _least_bottleneck(within: Callable[[float], T | None], seconds: Callable[[T], float]) -> tuple[T, float] | None:
@@ -279,9 +256,6 @@ def _least_bottleneck(within: Callable[[float], T | None], seconds: Callable[[T]
         else:
             least = middle
     return best, most
-
-
-# -- Stages with a given number of replicas ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,62 +280,39 @@ def bounds_for_replicas(
         >>> bounds_for_replicas([[4.0, 2.0, 2.0]], [0.0] * 3, [0.0] * 3, [StageWorkers(3), StageWorkers(1)])
         ((0, 2), 2.0)
 
-    Args:
-        times: for each kind of device, seconds of each layer for a mini-batch.
-        activation_bytes, weight_bytes: as for `pipedream_partition`.
-        workers: of each stage.
-        forbidden, required: layers that must not, or must, begin a stage.
-
-    Returns:
-        The first layer of each stage, and the seconds of the slowest stage or boundary; None if no such stages exist.
+    Returns the first layer of each stage, and the seconds of the slowest stage or boundary; None if there are none.
+    `times` are for each kind of device; `forbidden` and `required` layers must not, or must, begin a stage.
     """
-    problem = _BoundsProblem(
-        [_LayerSums.of(row, activation_bytes, weight_bytes, required) for row in times], workers, frozenset(forbidden)
-    )
-    return _least_bottleneck(problem.within, problem.seconds)
+    sums = [_LayerSums(row, activation_bytes, weight_bytes, required) for row in times]
+    count, closed = sums[0].count, frozenset(forbidden)
 
+    def stage_seconds(own: StageWorkers, start: int, stop: int) -> float:
+        reduction = sums[own.kind].reduction_seconds(start, stop - 1, own.replicas, own.reduces)
+        return max(sums[own.kind].stage_seconds(start, stop - 1), reduction) / own.replicas
 
-@dataclass(frozen=True, slots=True)
-class _BoundsProblem:
-    """Layers, for each kind of device, to be cut into stages on these workers."""
+    def slowest(starts: Sequence[int]) -> float:
+        stages = map(stage_seconds, workers, starts, [*starts[1:], count])
+        rates = [own.receives for own in workers]
+        boundaries = (sums[0].boundary_seconds(*one) for one in zip(starts[1:], rates[1:], strict=True))
+        return max(*stages, *boundaries, 0.0)
 
-    sums: Sequence[_LayerSums]
-    workers: Sequence[StageWorkers]
-    forbidden: frozenset[int]
-
-    def stage_seconds(self, stage: int, i: int, j: int) -> float:
-        own = self.workers[stage]
-        sums = self.sums[own.kind]
-        reduction = 2 * (own.replicas - 1) * sums.weight_bytes(i, j) / own.reduces
-        return max(sums.stage_seconds(i, j), reduction) / own.replicas
-
-    def boundary_seconds(self, stage: int, start: int) -> float:
-        return 2 * self.sums[0].activations[start - 1] / self.workers[stage].receives
-
-    def seconds(self, starts: Sequence[int]) -> float:
-        stops = [*starts[1:], self.sums[0].count]
-        stages = [
-            self.stage_seconds(k, start, stop - 1) for k, (start, stop) in enumerate(zip(starts, stops, strict=True))
-        ]
-        return max(*stages, *(self.boundary_seconds(k, start) for k, start in enumerate(starts) if k), 0.0)
-
-    def within(self, limit: float) -> tuple[int, ...] | None:
+    def within(limit: float) -> tuple[int, ...] | None:
         """Finds a cut whose stages and boundaries are within the limit.
 
         For each end of a stage its latest possible start is the best, since a stage with fewer layers takes less.
         """
-        count, last = self.sums[0].count, len(self.workers) - 1
-        begins = [0]  # possible starts of stage k, ascending
+        begins = [0]  # possible starts of a stage, ascending
         befores: list[dict[int, int]] = []  # for each stage: from the next stage's start to this stage's start
-        for k in range(last + 1):
+        for own, following in zip(workers, [*workers[1:], None], strict=True):
             ends: dict[int, int] = {}
             place = -1
-            for stop in range(1, count + 1) if k < last else (count,):
+            for stop in (count,) if following is None else (stop for stop in range(1, count) if stop not in closed):
                 while place + 1 < len(begins) and begins[place + 1] < stop:
                     place += 1
-                if place < 0 or (k < last and not self._may_begin(k + 1, stop, limit)):
+                if place < 0 or (following and sums[0].boundary_seconds(stop, following.receives) > limit):
                     continue
-                if self._fits(k, begins[place], stop - 1, limit):
+                seconds = stage_seconds(own, begins[place], stop)
+                if seconds <= limit and not math.isinf(seconds):
                     ends[stop] = begins[place]
             befores.append(ends)
             begins = list(ends)
@@ -372,17 +323,8 @@ class _BoundsProblem:
             starts.append(ends[starts[-1]])
         return tuple(reversed(starts[1:]))
 
-    def _fits(self, stage: int, i: int, j: int, limit: float) -> bool:
-        seconds = self.stage_seconds(stage, i, j)
-        return seconds <= limit and not math.isinf(seconds)
+    return _least_bottleneck(within, slowest)
 
-    def _may_begin(self, stage: int, start: int, limit: float) -> bool:
-        if start == self.sums[0].count or start in self.forbidden:
-            return False
-        return self.boundary_seconds(stage, start) <= limit
-
-
-# -- Layers of many nodes ----------------------------------------------------------------------------------------------
 
 MOST_LAYERS = 48  # for which replication is decided; lower levels take cubic time
 

@@ -7,8 +7,9 @@ import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
+from fxpipe.partitioning.block import least_integer
 from fxpipe.partitioning.chain import Chain, StageSite, recompute_choices
 from fxpipe.partitioning.intervals import StageClock, StageClocks, StageMemory, bits_below, bits_of, places_of
 
@@ -24,11 +25,6 @@ class MemoryReach:
     def __init__(self, memory: Callable[[int, int], int], most: int, n: int) -> None:
         self._memory, self._most, self._n = memory, most, n  # memory of a stage from start to end, grows with the end
         self._known: dict[int, int] = {}
-
-    def holds(self, start: int, end: int) -> bool:
-        if start in self._known:
-            return end <= self._known[start]
-        return self._memory(start, end) <= self._most
 
     def last_end(self, start: int) -> int:
         """Returns the last end of a stage that fits; `start` if there is none."""
@@ -46,60 +42,6 @@ class MemoryReach:
             step *= 2
         self._known[start] = low
         return low
-
-
-class StageEnds:
-    """The possible ends, by start, of stages on equal sites."""
-
-    def __init__(
-        self, clocks: Sequence[StageClock | None], rooms: Sequence[MemoryReach | None], until: list[int]
-    ) -> None:
-        self.plain, self.again = clocks  # without recomputation, and with it; None: not allowed
-        self._plain_room, self._again_room = rooms  # None: no limit
-        self._until = until  # by start, the last end that the chain allows
-        self._limit: int | None = -1
-        self._ends: dict[int, tuple[int, int]] = {}
-
-    def last_ends(self, start: int) -> tuple[int, int]:
-        """Returns the last end within memory and bounds without recomputation, and the last end with or without it."""
-        until = self._until[start]
-        plain = start if self.plain is None else until
-        if self.plain is not None and self._plain_room is not None:
-            plain = min(until, self._plain_room.last_end(start))
-        if plain == until or self.again is None:
-            return plain, plain
-        again = until if self._again_room is None else min(until, self._again_room.last_end(start))
-        return plain, max(plain, again)
-
-    def ends(self, start: int, limit: int | None) -> tuple[int, int]:
-        """Returns the ends, as bits, within memory and the limit: without recomputation, and those that need it."""
-        if limit != self._limit:
-            self._limit, self._ends = limit, {}
-        if start not in self._ends:
-            plain, last = self.last_ends(start)
-            without = _ends_in_time(self.plain, start, limit) & bits_below(plain + 1) if plain > start else 0
-            with_it = (
-                _ends_in_time(self.again, start, limit) & bits_below(last + 1) & ~bits_below(plain + 1)
-                if last > plain
-                else 0
-            )
-            self._ends[start] = without, with_it
-        return self._ends[start]
-
-    def seconds(self, start: int, end: int) -> int | None:
-        """Returns the seconds of a stage that recomputes only if it must; None if it does not fit."""
-        if end > self._until[start]:
-            return None
-        for clock, room in ((self.plain, self._plain_room), (self.again, self._again_room)):
-            if clock is not None and (room is None or room.holds(start, end)):
-                return clock.seconds(start, end)
-        return None
-
-
-def _ends_in_time(clock: StageClock | None, start: int, limit: int | None) -> int:
-    if clock is None:
-        return 0
-    return ~bits_below(start + 1) if limit is None else clock.ends(start, limit)
 
 
 class CutSearch:
@@ -124,33 +66,29 @@ class CutSearch:
         return other
 
     def _set_spare(self, spare: float) -> None:
-        self._spare = spare
-        self._rooms: dict[tuple[float, int, int, float, bool], MemoryReach] = {}
-        self._known: dict[Hashable, StageEnds] = {}
-        self._options = [self._options_of(j) for j in range(len(self._sites))]
-
-    def _options_of(self, j: int) -> StageEnds:
-        site = self._sites[j]
-        ways = recompute_choices(site)
-        clocks = [self._seconds.clock(j, way) if way in ways else None for way in (False, True)]
-        rooms = [self._room(site, way) if way in ways else None for way in (False, True)]
-        key = (*clocks, *rooms, j if self._bounded else 0)
-        if key not in self._known:
-            self._known[key] = StageEnds(clocks, rooms, self._until[j])
-        return self._known[key]
-
-    def _room(self, site: StageSite, recompute: bool) -> MemoryReach | None:
-        if self._bytes is None or site.memory is None or site.memory == math.inf:
-            return None
-        key = (site.memory, site.in_flight, site.recomputed, site.state, recompute)
-        if key not in self._rooms:
+        @functools.cache
+        def room(site: StageSite, recompute: bool) -> MemoryReach | None:
+            if self._bytes is None or site.memory is None or site.memory == math.inf:
+                return None
             memory = functools.partial(self._bytes.memory, site, recompute)
-            self._rooms[key] = MemoryReach(memory, self._bytes.exact(site.memory, self._spare), self._n)
-        return self._rooms[key]
+            return MemoryReach(memory, self._bytes.exact(site.memory, spare), self._n)
 
-    def fits(self) -> bool:
-        """Returns True if a cut fits into memory, regardless of its seconds."""
-        return self.fits_limit(None)
+        self._ways = [  # by stage, to recompute or not, the preferred one first
+            {way: (self._seconds.clock(j, way), room(site, way)) for way in recompute_choices(site)}
+            for j, site in enumerate(self._sites)
+        ]
+
+    def _ends(self, j: int, start: int, limit: int | None) -> tuple[int, int]:
+        """Returns the ends of a stage, as bits, within memory and the limit, and those that need recomputation."""
+        last, until, ends = start, self._until[j][start], [0, 0]
+        for again, (clock, room) in self._ways[j].items():
+            before = last
+            if last < until:
+                last = max(last, until if room is None else min(until, room.last_end(start)))
+            if last > before:
+                in_time = -1 if limit is None else clock.ends(start, limit)
+                ends[again] = in_time & bits_below(last + 1) & ~bits_below(before + 1)
+        return ends[0], ends[1]
 
     def memory(self, stage: int, start: int, end: int) -> float:
         """Returns the least bytes of a stage, with or without recomputation; requires a limit on some site."""
@@ -161,26 +99,26 @@ class CutSearch:
     def least_bottleneck(self) -> int | None:
         """Returns the least feasible limit, in the unit of `seconds`; None if no cut fits into memory."""
         low = self._lower_bound()
-        if self.fits_limit(low):
+        if self.fits(low):
             return low
         if (self._bytes is not None or self._bounded or len(self._places) < len(self._sites)) and not self.fits():
             return None
         step = max(1, low // FIRST_STEP)
         high = low + step
-        while not self.fits_limit(high):
+        while not self.fits(high):
             low, step = high, 2 * step
             high = low + step
         while high - low > max(1, low // NEAR_FRACTION):
             middle = (low + high) // 2
-            if self.fits_limit(middle):
+            if self.fits(middle):
                 high = middle
             else:
                 low = middle
         values = self._values_between(low, high)
-        return values[bisect_left(values, True, hi=len(values) - 1, key=self.fits_limit)]
+        return values[bisect_left(values, True, hi=len(values) - 1, key=self.fits)]
 
-    def fits_limit(self, limit: int | None) -> bool:
-        """Returns True if a cut fits into memory and is within the limit; None: no limit."""
+    def fits(self, limit: int | None = None) -> bool:
+        """Returns True if a cut fits into memory and is within the limit on seconds; None: no limit."""
         return self._finds_even_cut(limit) or self.reach(limit) is not None
 
     def cut(self, limit: int | None) -> tuple[tuple[int, ...], tuple[bool, ...]]:
@@ -191,7 +129,7 @@ class CutSearch:
         place, count = 0, min(fewest[0])
         cut, recompute = [], []
         for j in range(len(self._sites)):
-            plain, again = self._options[j].ends(place, limit)
+            plain, again = self._ends(j, place, limit)
             options = [(end, False) for end in places_of(plain & fewest[j + 1].get(count, 0))]
             options += [(end, True) for end in places_of(again & fewest[j + 1].get(count - 1, 0))]
             cut.append(place)
@@ -205,36 +143,34 @@ class CutSearch:
         allowed = self._allowed(limit)
         starts: StageStarts = []
         reached = 1
-        for options, following in zip(self._options, [*allowed[1:], 0], strict=True):
-            starts.append(reached & allowed[len(starts)])
+        for j, (here, following) in enumerate(zip(allowed, [*allowed[1:], 0], strict=True)):
+            starts.append(reached & here)
             reached = 0
             for start in places_of(starts[-1] if following else 0):
-                plain, again = options.ends(start, limit)
-                reached |= plain
-                if again:
-                    reached |= again
-            reached &= following
+                plain, again = self._ends(j, start, limit)
+                reached |= plain | again
         return starts if starts[-1] else None
 
     def _allowed(self, limit: int | None) -> StageStarts:
         """Finds the possible starts of each stage by computation alone; exact for the last stage."""
-        windows = self._windows(limit)
-        if windows is None:
-            return [0] * len(self._sites)
-        allowed = [(self._all | 1) & bits_below(last + 1) & ~bits_below(first) for first, last in windows]
-        allowed[-1] = bits_of(start for start in places_of(allowed[-1]) if self._may_be_last(start, limit))
-        return allowed if allowed[-1] else [0] * len(allowed)
 
-    def _may_be_last(self, start: int, limit: int | None) -> bool:
-        seconds = self._options[-1].seconds(start, self._n)
-        return seconds is not None and (limit is None or seconds <= limit)
+        def may_be_last(start: int) -> bool:  # recomputes only if it must
+            if self._until[-1][start] < self._n:
+                return False
+            ways = self._ways[-1].values()
+            clock = next((clock for clock, room in ways if room is None or room.last_end(start) == self._n), None)
+            return clock is not None and (limit is None or clock.seconds(start, self._n) <= limit)
+
+        *others, last = self._windows(limit)
+        fitting = bits_of(start for start in places_of(last) if may_be_last(start))
+        return [*others, fitting] if fitting else [0] * len(self._sites)
 
     def _finds_even_cut(self, limit: int | None) -> bool:
         """Returns True if a greedy cut, with each stage near an even share of the rest, is within the limit."""
         allowed = self._allowed(limit)
         start = 0
         for j, following in enumerate(allowed[1:]):
-            plain, again = self._options[j].ends(start, limit)
+            plain, again = self._ends(j, start, limit)
             ends = (plain | again) & following
             if not ends:
                 return False
@@ -245,12 +181,11 @@ class CutSearch:
             start = before.bit_length() - 1 if before else (behind & -behind).bit_length() - 1
         return bool(allowed[-1] >> start & 1)
 
-    def _windows(self, limit: int | None) -> list[tuple[int, int]] | None:
-        """Finds the first and last start of each stage if stages are not empty and only computation takes time; None
-        if the limit is too small."""
-        stages = len(self._sites)
+    def _windows(self, limit: int | None) -> StageStarts:
+        """Finds the possible starts of each stage if stages are not empty and only computation takes time."""
+        stages, none = len(self._sites), [0] * len(self._sites)
         if len(self._places) < stages:
-            return None
+            return none
         first, last = [0, *self._places[: stages - 1]], [0, *self._places[-stages:-1]]
         if limit is not None:
             place = self._n
@@ -258,42 +193,33 @@ class CutSearch:
                 place = bisect_left(self._work[j], self._work[j][place] - limit)
                 first[j] = max(first[j], place)
             if place > 0:
-                return None
-            place = 0
+                return none
             for j in range(stages - 1):
                 place = bisect_right(self._work[j], self._work[j][place] + limit) - 1
                 last[j + 1] = min(last[j + 1], place)
-        return list(zip(first, last, strict=True))
+        return [
+            (self._all | 1) & bits_below(end + 1) & ~bits_below(start) for start, end in zip(first, last, strict=True)
+        ]
 
     def _lower_bound(self) -> int:
         """Computes the least bottleneck if only computation takes time."""
-        low, high = 0, max(work[-1] for work in self._work)
-        while low < high:
-            middle = (low + high) // 2
-            if self._computes(middle):
-                high = middle
-            else:
-                low = middle + 1
-        return low
 
-    def _computes(self, limit: int) -> bool:
-        place = 0
-        for work in self._work:
-            furthest = bisect_right(work, work[place] + limit, lo=place) - 1
-            count = bisect_right(self._places, furthest)
-            place = max(place, self._places[count - 1] if count else 0)
-        return place == self._n
+        def is_enough(limit: int) -> bool:
+            place = 0
+            for work in self._work:
+                furthest = bisect_right(work, work[place] + limit, lo=place) - 1
+                count = bisect_right(self._places, furthest)
+                place = max(place, self._places[count - 1] if count else 0)
+            return place == self._n
+
+        return least_integer(0, max(work[-1] for work in self._work), is_enough)
 
     def _values_between(self, low: int, high: int) -> list[int]:
         """Lists the seconds above `low` that a stage can have in a cut within `high`."""
-        windows = self._windows(high)
-        assert windows is not None
         by_clock: Counter[StageClock] = Counter()
-        for options, (first, last) in zip(self._options, windows, strict=True):
-            bits = (self._all | 1) & bits_below(last + 1) & ~bits_below(first)
-            for clock in (options.plain, options.again):
-                if clock is not None:
-                    by_clock[clock] |= bits
+        for j, (site, bits) in enumerate(zip(self._sites, self._windows(high), strict=True)):
+            for way in recompute_choices(site):
+                by_clock[self._seconds.clock(j, way)] |= bits
         return sorted(
             {
                 clock.seconds(start, end)
@@ -308,9 +234,9 @@ class CutSearch:
         rows: list[dict[int, int]] = [{0: 1 << self._n}]
         for j in reversed(range(len(self._sites))):
             later, row = rows[-1], Counter[int]()
-            counts, ends_of = sorted(later), self._options[j].ends
+            counts = sorted(later)
             for start in places_of(starts[j]):
-                plain, again = ends_of(start, limit)
+                plain, again = self._ends(j, start, limit)
                 options = [count for count in counts if plain & later[count]][:1]
                 options += [count + 1 for count in counts if again & later[count]][:1]
                 if options:

@@ -17,9 +17,8 @@ from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
 from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.pipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
-from fxpipe.planning.options.parse import parse_compile, parse_switch
+from fxpipe.planning.options.parse import DROP_IN_SCHEDULE, parse_compile, parse_switch
 from fxpipe.planning.options.pipeline_options import OPTION_DEFAULTS, Settings
-from fxpipe.planning.options.stage_placement import DROP_IN_SCHEDULE
 from fxpipe.planning.plans import Plan
 from fxpipe.runtime import Executor, StepRecord, executor_for
 from fxpipe.runtime.losses import (

@@ -18,10 +18,10 @@ from fxpipe._torch.tensor_data import replace_data
 from fxpipe.errors import StateError
 from fxpipe.pipe.model_calls import ModelCall, parse_micro_batches
 from fxpipe.pipe.programs import Programs
-from fxpipe.planning.dynamic_plan import plan_with_dynamic_sizes
+from fxpipe.planning.describe_cut import plan_with_dynamic_sizes
 from fxpipe.planning.entry import prepare
+from fxpipe.planning.options.parse import DROP_IN_SCHEDULE
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.planning.options.stage_placement import DROP_IN_SCHEDULE
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import simulate
@@ -120,7 +120,9 @@ class PipelineState(Programs):
         if self._sized is None or self._sized[0] is not plan or self._sized[1] is not prepared:
             sized = None
             with contextlib.suppress(Exception):  # operators that need values only have the example's costs
-                sized = plan_with_dynamic_sizes(plan, first.traced.leaves, prepared)
+                sized = plan_with_dynamic_sizes(
+                    plan, first.traced.leaves, prepared.traced, prepared.program, prepared.starts, prepared.settings
+                )
             self._sized = plan, prepared, plan if sized is None else sized
         return self._sized[2]
 

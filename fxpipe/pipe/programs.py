@@ -35,7 +35,7 @@ from fxpipe.planning.passes import (
     refusal_of_evaluation,
 )
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.auto_options import with_best_chunks
+from fxpipe.planning.tuning.candidate_search import with_best_chunks
 from fxpipe.runtime import BoundProgram, wire_program
 from fxpipe.runtime.bound_program import StageReplica
 from fxpipe.runtime.step_inputs import GivenInputs

@@ -2,7 +2,7 @@
 
 - `options/`: the options, and the settings made from them (`Settings`)
 - `plans/`: a plan as data, for other sizes or other hardware
-- here: costs of nodes (`cost_model.py`), cuts (`choose.py`, `cut_problem.py`, `replication.py`), the plan of a cut
+- here: costs of nodes (`cost_model.py`), cuts (`choose.py`, `replication.py`), the plan of a cut
   (`describe_cut.py`), all passes in order (`passes.py`)
 - `tuning/`: simulates and compares many plans
 - `entry.py`: `fxpipe.plan`, and the planning of a pipe

@@ -1,8 +1,8 @@
 """From costs to a cut: the starts and devices of stages, and the stages that recompute.
 
-The problem has the user's constraints (`cut_problem.py`); the solver decides the rest. Where no solver decides, several
-cuts are simulated and compared: placements that pins allow, stages that share devices, and stages that recompute only a
-part. On a tie, fewer stages win.
+The problem has the user's constraints, from `balance`, `fxpipe.cut()` and pins; the solver decides the rest. Where no
+solver decides, several cuts are simulated and compared: placements that pins allow, stages that share devices, and
+stages that recompute only a part. On a tie, fewer stages win.
 """
 
 from __future__ import annotations
@@ -13,27 +13,171 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
-from fxpipe.errors import MemoryLimitError, PartitionError
+from fxpipe.errors import ArgumentError, MemoryLimitError, PartitionError
 from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.chain import Chain, StageLoad, StageSite, sending_seconds
+from fxpipe.partitioning.manual_cuts import (
+    NodeSequence,
+    PinnedPlacement,
+    cuts_by_names,
+    enclosing_paths,
+    is_by_names,
+    placements_for_pins,
+    starts_by_counts,
+)
 from fxpipe.partitioning.optimal import OptimalCut, RemedyTrial, recompute_trials
 from fxpipe.partitioning.partial_recompute import StagePart, partial_recompute_cuts
-from fxpipe.planning.cost_model import chain_of, largest_lengths, memory_pools, stage_devices_of
-from fxpipe.planning.cut_problem import CutProblem, cut_problems, node_costs_of
+from fxpipe.planning.cost_model import chain_of, largest_lengths, remaining_kinds, stage_devices_of
+from fxpipe.planning.options.parse import place_stages
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.planning.options.stage_placement import place_stages
-from fxpipe.planning.plans import Bottleneck, StageWork
-from fxpipe.planning.plans.host_time import MESSAGE_SECONDS, interpreter_has_lock, reckon_host
-from fxpipe.planning.plans.retarget import action_seconds
+from fxpipe.planning.plans.data import Bottleneck, StageWork
+from fxpipe.planning.plans.retarget import MESSAGE_SECONDS, action_seconds, interpreter_has_lock, reckon_host
 from fxpipe.planning.replication import pipedream_starts
-from fxpipe.profiling import NodeCost, Profile
+from fxpipe.profiling import Profile
+from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import SCHEDULES, is_stream, make_schedule
 from fxpipe.scheduling.row_transforms import neighbour_groups
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, simulate_stream, transfers_of
 from fxpipe.tracing import Traced
+from fxpipe.tracing.node_info import info
+from fxpipe.utils.units import count_text
 
-# -- A cut, its costs, and the simulated step --------------------------------------------------------------------------
+
+@dataclass(frozen=True, slots=True)
+class CutProblem:
+    """A cut problem: one graph with all constraints, and stages on their devices."""
+
+    traced: Traced
+    chain: Chain
+    nodes: NodeSequence
+    settings: Settings
+    profiles: tuple[Profile, ...]
+    batch: int  # samples of the mini-batch
+
+    @property
+    def sites(self) -> tuple[StageSite, ...]:
+        return stage_devices_of(self.settings, self.batch)
+
+
+def cut_problems(
+    traced: Traced, profiles: Sequence[Profile], batch: int, settings: Settings
+) -> Iterator[Callable[[], CutProblem]]:
+    """Yields, for each placement of stages, a function that creates its cut problem or raises `PartitionError`."""
+    chain = chain_of(traced, profiles, settings.largest_micro_batch(batch), forbidden_cuts(traced))
+    modules = tuple(info(node).module for node in traced.nodes)
+    busy = enclosing_paths(modules)
+    paths = [path for path, _ in traced.model.named_modules() if path and path not in busy]
+    inside = {path: whole for path in paths for whole in traced.whole if path.startswith(f"{whole}.")}
+    empty = {path: traced.ends.get(path) for path in paths if path not in inside}
+    names = tuple(node.name for node in traced.nodes)
+    nodes = NodeSequence(node_costs_of(chain), names, modules, chain.forbidden_cuts, empty, inside)
+    for way in _fitting_placements(settings, nodes):
+        yield partial(_cut_problem, way, traced, chain, nodes, settings, profiles, batch)
+
+
+def node_costs_of(chain: Chain) -> tuple[float, ...]:
+    return tuple(map(sum, zip(chain.forward[0], chain.backward[0], strict=True)))
+
+
+def _fitting_placements(settings: Settings, nodes: NodeSequence) -> Sequence[PinnedPlacement]:
+    """Returns the placements that pins allow, the schedule supports, and the checkpoint modes are for."""
+    fitting, failures = list[PinnedPlacement](), list[ArgumentError]()
+    if not settings.pins:
+        fitting.append(PinnedPlacement(settings.placement, (), ()))
+    for way in placements_for_pins(settings.pins, settings.placement, nodes) if settings.pins else ():
+        placement = _with_placement(settings, way.placement).placement
+        try:
+            make_schedule(settings.schedule, len(placement), settings.chunks, placement=placement)
+            fitting.append(way)
+        except ArgumentError as error:
+            failures.append(error)
+    if not fitting:
+        raise ArgumentError(f"with these pins {failures[0]}") from None
+    if isinstance(settings.checkpoint, str):
+        return fitting
+    counts = " or ".join(str(n) for n in sorted({len(way.placement) for way in fitting}))
+    fitting = [way for way in fitting if len(way.placement) == len(settings.checkpoint)]
+    if not fitting:
+        raise ArgumentError(
+            f"checkpoint has {len(settings.checkpoint)} modes, but with these pins there are {counts} stages: give one "
+            "for each, or one for all"
+        )
+    return fitting
+
+
+def _cut_problem(
+    way: PinnedPlacement,
+    traced: Traced,
+    chain: Chain,
+    nodes: NodeSequence,
+    settings: Settings,
+    profiles: Sequence[Profile],
+    batch: int,
+) -> CutProblem:
+    required = _required_starts(traced, nodes, settings, len(way.placement))
+    placed = _with_placement(settings, way.placement)
+    kinds = remaining_kinds(settings, placed)
+    bounded = replace(
+        chain,
+        forward=tuple(chain.forward[kind] for kind in kinds),
+        backward=tuple(chain.backward[kind] for kind in kinds),
+        loss=tuple(chain.loss[kind] for kind in kinds) if chain.loss else (),
+        first_stages=way.first_stages,
+        last_stages=way.last_stages,
+        required_cuts=required,
+        is_relayed=relays_values(placed),
+    )
+    return CutProblem(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), batch)
+
+
+def relays_values(settings: Settings) -> bool:
+    """Returns True if stages send values only to their neighbors: over processes, each with adjacent stages.
+
+    A process with several runs of stages keeps what it received: then the number of transfers depends on all cuts.
+    """
+    return settings.is_over_processes and len(neighbour_groups(settings.placement)) == len({*settings.placement})
+
+
+def _required_starts(traced: Traced, nodes: NodeSequence, settings: Settings, stages: int) -> tuple[int, ...]:
+    devices, most = len(settings.workers), len(nodes.items())
+    if stages > most:
+        each, advice = stages // devices, ""
+        if each > 1:
+            less = [f"stages_per_device={most // devices}"] if devices <= most else []
+            less += [count_text(most // each, "device")] if each <= most else []
+            advice = f"{' or '.join(less) or 'less of both'}, not {devices} devices with {each} stages each"
+        raise nodes.too_many_stages_error(stages, advice)
+    starts = set[int]()
+    if not isinstance(settings.balance, str):
+        by_names = is_by_names(settings.balance, stages)
+        starts.update((cuts_by_names if by_names else starts_by_counts)(settings.balance, nodes))
+    starts.update(traced.cut_mark_places)
+    starts -= {0, len(nodes.costs)}
+    for mark, place in zip(traced.marks, traced.cut_mark_places, strict=True):
+        if place in nodes.forbidden_cuts:
+            raise PartitionError(f"fxpipe.cut() at {mark}: {nodes.forbidden_cut_message(place)}")
+    if len(starts) > stages - 1:
+        marks = f" ({len(traced.marks)} by fxpipe.cut())" if traced.marks else ""
+        raise PartitionError(
+            f"{len(starts)} cuts are asked for{marks}, but {stages} stages have {stages - 1} between them; use more "
+            "devices, stages_per_device, or fewer cuts"
+        )
+    return tuple(sorted(starts))
+
+
+def _with_placement(settings: Settings, placement: Sequence[int]) -> Settings:
+    """Places the stages, and drops workers without stages."""
+    used = sorted(set(placement))
+    workers = tuple(settings.workers[k] for k in used)
+    limits = settings.memory_limits
+    return replace(
+        settings,
+        workers=workers,
+        placement=tuple(map(used.index, placement)),
+        memory_limits=None if limits is None else tuple(limits[k] for k in used),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +189,7 @@ class Cut:
     settings: Settings  # with the placement of the stages
     sites: tuple[StageSite, ...]
     loads: tuple[StageLoad, ...]
+    costs: tuple[StageCost, ...]  # as simulated, with weights and host
     balance: str  # "block", "optimal", "by hand"
     bottlenecks: tuple[Bottleneck, ...]  # one for each candidate balance
     transfers: tuple[Transfer, ...]
@@ -66,15 +211,13 @@ def cut_of(
 ) -> Cut:
     """Returns the cut of a problem at these places; `compared` are the candidate balances."""
     loads = stage_loads(problem.chain, sites, starts, recompute)
-    is_solved = balance in ("optimal", "pipedream")
-    solved = (Bottleneck(balance, _bottleneck(loads, problem)),) if is_solved else ()
+    if balance in ("optimal", "pipedream"):
+        compared = (*compared, Bottleneck(balance, _bottleneck(loads, problem)))
+    costs = tuple(_stage_costs(problem, starts, loads))
     transfers = tuple(_cut_transfers(problem.chain, sites, starts))
-    simulation = _simulate_cut(problem, starts, loads, transfers)
-    bottlenecks = (*compared, *solved)
-    profiles, settings = problem.profiles, problem.settings
-    return Cut(
-        problem.traced, starts, settings, tuple(sites), loads, balance, bottlenecks, transfers, simulation, profiles
-    )
+    simulation = _simulate_cut(problem, costs, [load.recompute for load in loads], transfers)
+    own = problem.traced, starts, problem.settings, tuple(sites), loads, costs
+    return Cut(*own, balance, compared, transfers, simulation, problem.profiles)
 
 
 def _bottleneck(loads: Sequence[StageLoad], problem: CutProblem) -> float:
@@ -113,57 +256,52 @@ def _cut_transfers(chain: Chain, sites: Sequence[StageSite], starts: Sequence[in
         yield Transfer(source, target, size, seconds, handling=MESSAGE_SECONDS if chain.is_relayed else 0.0)
 
 
+def _stage_costs(problem: CutProblem, starts: Sequence[int], loads: Sequence[StageLoad]) -> Iterator[StageCost]:
+    """Yields the costs of stages with the gradients of weights, and the host time of actions."""
+    settings, n = problem.settings, len(problem.chain)
+    samples = settings.largest_micro_batch(problem.batch)
+    by_kind = [{cost.name: cost for cost in profile.nodes} for profile in problem.profiles]
+    parts = zip(loads, problem.sites, settings.placement, pairwise([*starts, n]), strict=True)
+    for load, site, k, (start, end) in parts:
+        device, cost, loss = settings.figure_devices[k], load.cost, problem.profiles[site.kind].loss
+        nodes = [by_kind[site.kind][name] for name in problem.nodes.names[start:end]]
+        works = [node.work for node in nodes if node.work is not None]
+        of_loss = loss.work if end == n and loss is not None else None
+        work = StageWork(
+            ((0, sum(len(one.forward) for one in works)),),
+            ((0, sum(len(one.backward) for one in works)),),
+            ((0, sum(len(one.to_inputs) for one in works)),),
+            () if of_loss is None else ((0, len(of_loss.forward) + len(of_loss.backward)),),
+        )
+        weight = min(math.fsum(node.weight.at(samples) for node in nodes), cost.backward)  # both are rounded sums
+        host = reckon_host(device, len(nodes), work, cost.forward)
+        yield replace(cost, weight=weight, action=action_seconds(device), host=host)
+
+
 def _simulate_cut(
-    problem: CutProblem, starts: Sequence[int], loads: Sequence[StageLoad], transfers: Sequence[Transfer]
+    problem: CutProblem, costs: Sequence[StageCost], recompute: Sequence[bool], transfers: Sequence[Transfer]
 ) -> Simulation:
     """Simulates a step of a cut with its host, as for a plan: each stage has further actions, which Python queues."""
-    checkpoint = tuple("always" if load.recompute else "never" for load in loads)
-    settings, has_processes = problem.settings, problem.chain.is_relayed
-    m, devices = settings.micro_batches(problem.batch), [settings.figure_devices[k] for k in settings.placement]
-    costs = [
-        _with_host(load.cost, nodes, device, settings.largest_micro_batch(problem.batch), not has_processes)
-        for load, nodes, device in zip(loads, _stage_nodes(problem, starts), devices, strict=True)
-    ]
-    how = {"overlaps": has_processes, "one_interpreter": interpreter_has_lock() and not has_processes}
+    modes = tuple("always" if again else "never" for again in recompute)
+    settings, m = problem.settings, problem.settings.micro_batches(problem.batch)
+    how = {"overlaps": False, "one_interpreter": interpreter_has_lock()}
+    if problem.chain.is_relayed:  # over processes, where the host waits for its device to pass values
+        how = {"overlaps": True, "one_interpreter": False}
+        costs = [replace(cost, host=cost.host and replace(cost.host, runs_ahead=False)) for cost in costs]
     if is_stream(settings.schedule):
-        replicas = settings.stage_replicas
-        name = str(settings.schedule)
-        return simulate_stream(name, costs, transfers, micro_batches=m, modes=checkpoint, replicas=replicas, **how)
-    schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement, settings.replicas)
+        replicas, name = settings.stage_replicas, str(settings.schedule)
+        return simulate_stream(name, costs, transfers, micro_batches=m, modes=modes, replicas=replicas, **how)
+    schedule = make_schedule(settings.schedule, len(costs), m, modes, settings.placement, settings.replicas)
     return simulate_schedule(schedule, costs, transfers, **how)
 
-
-def _stage_nodes(problem: CutProblem, starts: Sequence[int]) -> Iterator[list[NodeCost]]:
-    """Yields the costs of the nodes of each stage."""
-    for site, start, end in zip(problem.sites, starts, [*starts[1:], len(problem.chain)], strict=True):
-        cost_of = {cost.name: cost for cost in problem.profiles[site.kind].nodes}
-        yield [cost_of[name] for name in problem.nodes.names[start:end]]
-
-
-def _with_host(cost: StageCost, nodes: Sequence[NodeCost], device: str, samples: int, runs_ahead: bool) -> StageCost:
-    """Adds the gradients of weights, and the host time of the actions of a stage."""
-    works = [one.work for one in nodes if one.work is not None]
-    work = StageWork(
-        ((0, sum(len(one.forward) for one in works)),),
-        ((0, sum(len(one.backward) for one in works)),),
-        ((0, sum(len(one.to_inputs) for one in works)),),
-    )
-    host = reckon_host(device, len(nodes), work, cost.forward)
-    host = replace(host, runs_ahead=host.runs_ahead and runs_ahead)
-    weight = min(math.fsum(one.weight.at(samples) for one in nodes), cost.backward)
-    return replace(cost, weight=weight, action=action_seconds(device), host=host)
-
-
-# -- Memory advice if nothing fits: other cuts, more recomputation, more devices, smaller micro-batches ----------------
 
 MAX_DEVICES_FACTOR = 8  # a remedy tries up to this many times the given number of devices
 
 
 def memory_advice(problem: CutProblem) -> list[Iterable[RemedyTrial]]:
     settings = problem.settings
-    trials: list[Iterable[RemedyTrial]] = [
-        recompute_trials(_with_asked_balance(problem, problem.chain, problem.settings), problem.sites)
-    ]
+    chain = _with_asked_balance(problem, problem.chain, settings)
+    trials: list[Iterable[RemedyTrial]] = [recompute_trials(chain, problem.sites)]
     if settings.balance in ("block", "pipedream") and not settings.replicas:
         trials.insert(0, [RemedyTrial("use balance='optimal'", problem.chain, problem.sites)])
     if not isinstance(settings.schedule, str):
@@ -187,33 +325,23 @@ def _with_asked_balance(problem: CutProblem, chain: Chain, settings: Settings) -
 
 
 def _more_devices(problem: CutProblem) -> Iterator[RemedyTrial]:
-    count, hardware = len(problem.settings.workers), problem.settings.hardware
-    most = min(MAX_DEVICES_FACTOR * count, len(problem.nodes.items()) // _stages_per_device(problem.settings))
+    settings = problem.settings
+    workers, limits, hardware = settings.workers, settings.memory_limits, settings.hardware
+    each = len(settings.placement) // len(workers)
+    most = min(MAX_DEVICES_FACTOR * len(workers), len(problem.nodes.items()) // each)
     if hardware is not None and hardware.most_devices is not None:
         most = min(most, hardware.most_devices)
-    for more in range(count + 1, most + 1):
-        settings = _with_devices(problem.settings, more)
-        yield RemedyTrial(
-            f"use {more} devices",
-            _with_asked_balance(problem, problem.chain, settings),
-            stage_devices_of(settings, problem.batch),
+    for count in range(len(workers) + 1, most + 1):
+        more = count - len(workers)
+        larger = replace(
+            settings,
+            workers=(*workers, *workers[-1:] * more),
+            placement=place_stages(count, each, settings.schedule, settings.chunks, None),
+            checkpoint=settings.checkpoint if isinstance(settings.checkpoint, str) else "auto",
+            memory_limits=None if limits is None else (*limits, *limits[-1:] * more),
         )
-
-
-def _stages_per_device(settings: Settings) -> int:
-    return len(settings.placement) // len(settings.workers)
-
-
-def _with_devices(settings: Settings, count: int) -> Settings:
-    workers, limits = settings.workers, settings.memory_limits
-    more = count - len(workers)
-    return replace(
-        settings,
-        workers=(*workers, *workers[-1:] * more),
-        placement=place_stages(count, _stages_per_device(settings), settings.schedule, settings.chunks, None),
-        checkpoint=settings.checkpoint if isinstance(settings.checkpoint, str) else "auto",
-        memory_limits=None if limits is None else (*limits, *limits[-1:] * more),
-    )
+        chain = _with_asked_balance(problem, problem.chain, larger)
+        yield RemedyTrial(f"use {count} devices", chain, stage_devices_of(larger, problem.batch))
 
 
 def _smaller_micro_batches(problem: CutProblem) -> Iterator[RemedyTrial]:
@@ -251,8 +379,6 @@ def _with_settings(problem: CutProblem, settings: Settings, words: str) -> Remed
     return RemedyTrial(words, _with_asked_balance(problem, bounded, settings), sites)
 
 
-# -- Memory shared by several stages: on one worker, or on workers that share a device -------------------------------
-
 SHARING_ROUNDS = 3  # in the first, each stage may use all of the memory; six found no more of 55 plans
 
 CutSolver = Callable[[Sequence[StageSite]], OptimalCut]
@@ -261,21 +387,12 @@ CutSolver = Callable[[Sequence[StageSite]], OptimalCut]
 def share_memory(
     sites: Sequence[StageSite], pools: Sequence[int], solve: CutSolver, explain: CutSolver
 ) -> tuple[OptimalCut, tuple[StageSite, ...]]:
-    """Finds a cut that fits into memory, and the share of memory of each stage.
+    """Finds a cut that fits into memory, and the share of memory of each stage; stages of one of `pools` share it.
 
     Even shares suffice for most cuts. Otherwise each stage may first use all of the memory, and then, in each round,
     its share of it by what the stages of the last cut need. The first cut whose stages fit together is accepted.
-    Otherwise 8 of 55 plans within a limit (BERT, GPT, CLIP, U-Net with two stages on a device) would be refused.
-
-    Args:
-        sites: for each stage, with an even share of the memory.
-        pools: for each stage the index of its memory; stages with the same index share it.
-        solve: returns the cut for such sites.
-        explain: like `solve`, but its error names remedies.
-
-    Raises:
-        MemoryLimitError: from `explain`, with even shares.
-        PartitionError: no cut is possible, regardless of memory.
+    Otherwise 8 of 55 plans within a limit (BERT, GPT, CLIP, U-Net with two stages on a device) would be refused. If
+    none fits, `explain` raises, for even shares, an error that names remedies.
     """
     if not any(pools.count(pool) > 1 and site.memory is not None for pool, site in zip(pools, sites, strict=True)):
         return explain(sites), tuple(sites)
@@ -314,15 +431,9 @@ BALANCING_ROUNDS = 4  # rounds of balancing stages that share a device
 def choose_cut(
     traced: Traced, profiles: Sequence[Profile], batch: int, settings: Settings, *, explains: bool = True
 ) -> Cut:
-    """Returns the best cut of a graph.
+    """Returns the best cut of a graph for mini-batches of `batch` samples, or raises a `PartitionError`.
 
-    Args:
-        profiles: of the nodes of the graph, one for each kind of device.
-        batch: samples of the mini-batch.
-        explains: explain why nothing fits and name remedies, which takes longer than the search.
-
-    Raises:
-        PartitionError: the requested cut is impossible; a `MemoryLimitError` if it does not fit.
+    `explains`: explain why nothing fits and name remedies, which takes longer than the search.
     """
     cuts, failures = list[Cut](), list[PartitionError]()
     for make_problem in cut_problems(traced, profiles, batch, settings):
@@ -331,23 +442,15 @@ def choose_cut(
         except PartitionError as error:
             failures.append(error)
     if not cuts:
-        raise _naming_sizes(_most_helpful(failures), traced, profiles[0])
+        # The last placement for pins has the most stages, so it is the closest to fitting into memory.
+        worst = next((one for one in reversed(failures) if isinstance(one, MemoryLimitError)), failures[0])
+        largest = largest_lengths(traced, profiles[0])
+        if isinstance(worst, MemoryLimitError) and largest != profiles[0].lengths:
+            sizes = ", ".join(f"{symbol.name}={size}" for symbol, size in largest)
+            words = f"Memory is asked at {sizes}, the largest that dynamic_shapes announces."
+            raise MemoryLimitError(f"{worst}\n{words}", f"{worst.brief} {words}", worst.over)
+        raise worst
     return min(cuts, key=lambda cut: (cut.simulation.step_seconds, sum(way.bytes for way in cut.transfers)))
-
-
-def _most_helpful(failures: Sequence[PartitionError]) -> PartitionError:
-    """Returns the error to report: the last placement for pins has the most stages, so it is the closest to fitting."""
-    return next((error for error in reversed(failures) if isinstance(error, MemoryLimitError)), failures[0])
-
-
-def _naming_sizes(error: PartitionError, traced: Traced, profile: Profile) -> PartitionError:
-    """Adds the sizes for memory limits to the error if they differ from the planned sizes."""
-    largest = largest_lengths(traced, profile)
-    if not isinstance(error, MemoryLimitError) or largest == profile.lengths:
-        return error
-    sizes = ", ".join(f"{symbol.name}={size}" for symbol, size in largest)
-    words = f"Memory is asked at {sizes}, the largest that dynamic_shapes announces."
-    return MemoryLimitError(f"{error}\n{words}", f"{error.brief} {words}", error.over)
 
 
 def _candidate_cuts(problem: CutProblem, explains: bool) -> Iterator[Cut]:
@@ -358,8 +461,11 @@ def _candidate_cuts(problem: CutProblem, explains: bool) -> Iterator[Cut]:
     block = None if chain.first_stages else cut_by_block(problem.nodes, len(sites), chain.required_cuts)
     if asked == "block" and block is None:
         raise PartitionError("balance='block' cannot heed pins; leave balance out, or write 'optimal'")
-    has_comparison = block is not None and not problem.settings.replicas  # block costs are not for replicas
-    compared = (_bottleneck_of_block(chain, sites, block),) if has_comparison and block is not None else ()
+    compared: tuple[Bottleneck, ...] = ()
+    if block is not None and not problem.settings.replicas:  # block costs are not for replicas
+        loads = stage_loads(chain, sites, block, [site.must_recompute for site in sites])
+        fits = all(site.memory is None or load.memory <= site.memory for load, site in zip(loads, sites, strict=True))
+        compared = (Bottleneck("block", max(load.seconds for load in loads), fits),)
     if asked == "pipedream":
         chain = replace(chain, required_cuts=pipedream_starts(chain, problem.settings, problem.batch)[1:])
         balance = "pipedream"
@@ -373,30 +479,22 @@ def _candidate_cuts(problem: CutProblem, explains: bool) -> Iterator[Cut]:
         partial(optimal_partition, names=problem.nodes.names, remedies=memory_advice(problem)) if explains else solve
     )
     most = 1 - MIN_GAIN_OF_STAGE  # of the time of unsplit stages
+    settings, traced = problem.settings, problem.traced
+    may_split = settings.checkpoint == "auto" and not by_hand and asked != "pipedream" and not traced.marks
+    may_split = may_split and len({*settings.placement}) == len(settings.placement)
+    may_split = (
+        may_split and isinstance(settings.schedule, str) and not SCHEDULES[settings.schedule].has_fixed_placement
+    )
     for starts, recompute, shared in _solutions(chain, sites, problem.settings, solve, explain):
         cut = cut_of(problem, starts, recompute, shared, balance, compared)
         yield cut
-        if _may_split_stages(problem) and any(site.may_recompute for site in shared):
+        if may_split and any(site.may_recompute for site in shared):
             is_free = balance == "optimal" and not (chain.required_cuts or chain.first_stages)
             below = most * max(load.seconds for load in cut.loads)
             for parts in partial_recompute_cuts(chain, shared, starts, recompute, below if is_free else None):
                 other = _cut_with_split_stages(problem, parts, shared, balance, compared)
                 if other.simulation.step_seconds <= most * cut.simulation.step_seconds:
                     yield other
-
-
-def _may_split_stages(problem: CutProblem) -> bool:
-    """Returns True if planning decides the modes and the number of stages, and the schedule supports any number."""
-    settings = problem.settings
-    return (
-        settings.checkpoint == "auto"
-        and isinstance(settings.schedule, str)
-        and not SCHEDULES[settings.schedule].has_fixed_placement
-        and isinstance(settings.balance, str)
-        and settings.balance != "pipedream"
-        and not problem.traced.marks
-        and len({*settings.placement}) == len(settings.placement)
-    )
 
 
 def _cut_with_split_stages(
@@ -420,12 +518,6 @@ def _cut_with_split_stages(
     return cut_of(shared, starts, recompute, own, balance, compared)
 
 
-def _bottleneck_of_block(chain: Chain, sites: Sequence[StageSite], starts: Sequence[int]) -> Bottleneck:
-    loads = stage_loads(chain, sites, starts, [site.must_recompute for site in sites])
-    fits = all(site.memory is None or load.memory <= site.memory for load, site in zip(loads, sites, strict=True))
-    return Bottleneck("block", max(load.seconds for load in loads), fits)
-
-
 def _solutions(
     chain: Chain,
     sites: Sequence[StageSite],
@@ -438,16 +530,13 @@ def _solutions(
     The rounds shorten 11 of 79 plans (BERT, GPT, CLIP, U-Net with two stages on a device) by 1 to 8 %; two rounds would
     shorten 8 of them as much.
     """
-    placement = settings.placement
+    placement = pools = settings.placement
+    if settings.memory_limits is None and settings.hardware is None:  # memory is of devices, which workers may share
+        pools = tuple(settings.workers.index(device) for device in settings.devices)
     shares = [float(placement.count(k)) for k in placement]
     for _ in range(BALANCING_ROUNDS if max(shares) > 1 else 1):
         weighed, kinds = _weighted_chain(chain, sites, shares)
-        cut, shared = share_memory(
-            kinds,
-            memory_pools(settings),
-            solve=partial(solve, weighed),
-            explain=partial(explain, weighed),
-        )
+        cut, shared = share_memory(kinds, pools, partial(solve, weighed), partial(explain, weighed))
         own = [replace(site, memory=share.memory) for site, share in zip(sites, shared, strict=True)]
         yield cut.starts, cut.recompute, own
         loads = stage_loads(chain, own, cut.starts, cut.recompute)

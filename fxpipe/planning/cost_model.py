@@ -13,7 +13,7 @@ from fxpipe.cluster import Link
 from fxpipe.hardware import MEMORY_MARGIN, local_link, local_memory
 from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageSite
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.planning.plans.host_time import LOOPBACK
+from fxpipe.planning.plans.retarget import LOOPBACK
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import (
     activations_in_flight,
@@ -26,26 +26,15 @@ from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.node_info import bytes_at, bytes_formula, info
 from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
 from fxpipe.tracing.traced import Traced, attribute_tensor
-from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils import accelerator
 
 
-def chain_of(
-    traced: Traced,
-    profiles: Sequence[Profile],
-    samples: int,
-    forbidden: Mapping[int, str],
-) -> Chain:
+def chain_of(traced: Traced, profiles: Sequence[Profile], samples: int, forbidden: Mapping[int, str]) -> Chain:
     """Returns the graph as a chain, for the dynamic sizes of the profiles; its `largest` is for memory limits.
 
-    Args:
-        traced: its node order defines the places.
-        profiles: one for each kind of device, of the same nodes in any order.
-        samples: size of the largest micro-batch.
-        forbidden: place -> reason why no cut is allowed before it.
+    `profiles`: one for each kind of device. `samples`: of the largest micro-batch. `forbidden`: place -> why no cut.
     """
-    planned = profiles[0].lengths
-    largest = largest_lengths(traced, profiles[0])
+    planned, largest = profiles[0].lengths, largest_lengths(traced, profiles[0])
     chain = _chain_at(traced, profiles, samples, planned, forbidden)
     if largest == planned:
         return chain
@@ -59,24 +48,20 @@ def largest_lengths(traced: Traced, profile: Profile) -> Lengths:
 
 
 def _chain_at(
-    traced: Traced,
-    profiles: Sequence[Profile],
-    samples: int,
-    lengths: Lengths,
-    forbidden: Mapping[int, str],
+    traced: Traced, profiles: Sequence[Profile], samples: int, lengths: Lengths, forbidden: Mapping[int, str]
 ) -> Chain:
     effects = traced.effects
     assert effects is not None
+
+    def size(formula: sympy.Expr) -> float:
+        return bytes_at(formula, traced.batch, samples, lengths)
+
     costs = [{cost.name: cost for cost in profile.nodes} for profile in profiles]
     by_place = [[of[node.name] for node in effects.nodes] for of in costs]
     place = {node.name: p for node, p in effects.place.items()}
-    profiled = [place[cost.name] for cost in profiles[0].nodes]  # place in the profile -> place in `traced`
-
-    def held_at(number: int) -> int:
-        return -1 if number < 0 else profiled[number]
-
+    profiled = [*(place[cost.name] for cost in profiles[0].nodes), -1]  # place in the profile -> place in `traced`
     backward = [[cost.backward.at(samples) for cost in row] for row in by_place]
-    working = [bytes_at(cost.working_bytes, traced.batch, samples, lengths) for cost in by_place[0]]
+    working = [size(cost.working_bytes) for cost in by_place[0]]
     loss: tuple[float, ...] = ()
     if all(profile.loss is not None for profile in profiles):
         # The last place is always on the last stage, which computes the loss.
@@ -84,23 +69,21 @@ def _chain_at(
         loss = tuple((cost.forward + cost.backward).at(samples) for cost in of_loss)
         for row, seconds in zip(backward, loss, strict=True):
             row[-1] += seconds
-        working[-1] = max(working[-1], bytes_at(of_loss[0].working_bytes, traced.batch, samples, lengths))
+        working[-1] = max(working[-1], size(of_loss[0].working_bytes))
+    used = [
+        (attribute_tensor(traced, node), sorted(effects.place[user] for user in node.users if user in effects.place))
+        for node in traced.graph.nodes
+        if node.op == "get_attr"
+    ]
     return Chain(
         forward=tuple(tuple(cost.forward.at(samples) for cost in row) for row in by_place),
         backward=tuple(map(tuple, backward)),
-        flows=tuple(
-            Flow(bytes_at(flow.formula, traced.batch, samples, lengths), flow.maker, flow.users, flow.returns)
-            for flow in value_flows(traced)
-        ),
+        flows=tuple(Flow(size(flow.formula), flow.maker, flow.users, flow.returns) for flow in value_flows(traced)),
         held=tuple(
-            HeldStorage(
-                bytes_at(saved.bytes, traced.batch, samples, lengths),
-                held_at(saved.maker),
-                tuple(sorted(map(held_at, saved.savers))),
-            )
+            HeldStorage(size(saved.bytes), profiled[saved.maker], tuple(sorted(profiled[p] for p in saved.savers)))
             for saved in profiles[0].saved
         ),
-        weights=tuple(_parameter_weights(traced, effects)),
+        weights=tuple(ParameterUse(tensor_bytes(one), tuple(users), one.requires_grad) for one, users in used if users),
         working=tuple(working),
         loss=loss,
         forbidden_cuts=forbidden,
@@ -125,29 +108,19 @@ def value_flows(traced: Traced) -> Iterable[ValueFlow]:
         o for o in (*traced.handed_out, *effects.written_inputs, *traced.left.values()) if isinstance(o, fx.Node)
     }
     with_gradient = {effects.alias[node] for node, requires_grad in effects.requires_grad.items() if requires_grad}
+    first_writers = dict[int | None, int]()
+    for place, classes in enumerate(effects.written_classes):
+        first_writers |= {alias: place for alias in classes if alias not in first_writers}
     for node, place in effects.place.items():
         maker, returns = place, effects.requires_grad.get(node, False)
         users = sorted(effects.place[user] for user in node.users if user in effects.place)
         if node in outputs:
             users.append(len(effects.nodes))
-        if maker < 0 and (writer := _first_writer(effects, node)) is not None:
+        if maker < 0 and (writer := first_writers.get(effects.alias[node])) is not None:
             # The stage that first writes to an input does so on a clone, which becomes a value of that stage.
             maker, returns, users = writer, effects.alias[node] in with_gradient, [u for u in users if u > writer]
         if users:
             yield ValueFlow(bytes_formula(info(node).full_shapes), maker, tuple(users), returns)
-
-
-def _first_writer(effects: Effects, node: fx.Node) -> int | None:
-    alias = effects.alias[node]
-    return next((place for place, classes in enumerate(effects.written_classes) if alias in classes), None)
-
-
-def _parameter_weights(traced: Traced, effects: Effects) -> Iterable[ParameterUse]:
-    for node in traced.graph.nodes:
-        users = sorted(effects.place[user] for user in node.users if user in effects.place)
-        if node.op == "get_attr" and users:
-            tensor = attribute_tensor(traced, node)
-            yield ParameterUse(tensor_bytes(tensor), tuple(users), tensor.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +149,19 @@ def remaining_kinds(before: Settings, now: Settings) -> tuple[int, ...]:
 
 def planned_workers(settings: Settings) -> tuple[PlannedWorker, ...]:
     names = [device_kind(device) for device in device_kinds(settings.workers)]
-    limits = settings.memory_limits
-    if limits is None:
-        limits = tuple(_worker_memory(settings, device) for device in settings.workers)
-    return tuple(
-        PlannedWorker(0 if settings.hardware else names.index(device_kind(device)), limit)
-        for device, limit in zip(settings.workers, limits, strict=True)
-    )
+    workers = []
+    for k, device in enumerate(settings.workers):
+        if settings.memory_limits is not None:
+            limit = settings.memory_limits[k]
+        elif settings.hardware is not None:
+            limit = settings.hardware.usable_memory
+        else:  # several workers may share a device
+            at_hand = settings.memory_at_hand
+            memory = at_hand[device] if device in at_hand else local_memory(device)
+            shared = settings.row_devices.count(device)
+            limit = None if memory is None else int(memory * (1 - MEMORY_MARGIN)) // shared
+        workers.append(PlannedWorker(0 if settings.hardware else names.index(device_kind(device)), limit))
+    return tuple(workers)
 
 
 def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
@@ -197,11 +176,15 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
     sites = []
     for j, k in enumerate(placement):
         memory, versions = workers[k].memory, weight_versions(settings.schedule, n, j, m, settings.stage_replicas)
+        link = worker_link(settings, placement[j - 1], k) if j else None
+        is_between_processes = settings.is_over_processes and j > 0 and placement[j - 1] != k
+        if link is None and is_between_processes and settings.workers[k].type == "cpu":
+            link = LOOPBACK
         sites.append(
             StageSite(
                 kind=workers[k].kind,
                 memory=None if memory is None else memory / placement.count(k),
-                link=_link_into_stage(settings, placement[j - 1], k) if j else None,
+                link=link,
                 in_flight=flights[j],
                 may_recompute=modes[j] == "auto" and memory is not None,
                 must_recompute=modes[j] in ("always", "except_last"),
@@ -213,33 +196,11 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
     return tuple(sites)
 
 
-def _link_into_stage(settings: Settings, before: int, worker: int) -> Link | None:
-    """Returns the link from one stage to the next. Processes on CPUs are linked by loopback."""
-    is_between_processes = settings.is_over_processes and before != worker and settings.workers[worker].type == "cpu"
-    return worker_link(settings, before, worker) or (LOOPBACK if is_between_processes else None)
-
-
-def memory_pools(settings: Settings) -> tuple[int, ...]:
-    """Returns an index of each stage's memory: of its worker or, if no limit was given, of its device."""
-    workers = settings.workers
-    if settings.memory_limits is not None or settings.hardware is not None:
-        return settings.placement
-    return tuple(workers.index(workers[k]) for k in settings.placement)
-
-
 def device_kind(device: torch.device) -> str:
     """Returns the name of a device's kind: two GPUs of the same model are of one kind."""
     if device.type == "cpu":
         return device.type
     return accelerator.device_name(device) or str(device)
-
-
-def _worker_memory(settings: Settings, device: torch.device) -> int | None:
-    """Returns the memory that a worker may use on a device, which several may share; None if unknown."""
-    if settings.hardware is not None:
-        return settings.hardware.usable_memory
-    memory = settings.memory_at_hand[device] if device in settings.memory_at_hand else local_memory(device)
-    return None if memory is None else int(memory * (1 - MEMORY_MARGIN)) // settings.row_devices.count(device)
 
 
 def with_memory_at_hand(settings: Settings, model: nn.Module) -> Settings:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from fxpipe.cluster import Link
@@ -21,10 +22,10 @@ from fxpipe.partitioning.chain import flow_of_storage, kept_by_stage
 from fxpipe.planning.choose import Cut
 from fxpipe.planning.cost_model import chain_of, largest_lengths, value_flows, worker_link
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.planning.plans import (
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.data import (
     HeaviestNode,
     OpaqueNode,
-    Plan,
     PlannedSize,
     PlannedTransfer,
     Portal,
@@ -34,10 +35,11 @@ from fxpipe.planning.plans import (
     StageWork,
     TiedParameter,
 )
-from fxpipe.planning.plans.host_time import LOOPBACK, MESSAGE_SECONDS, reckon_host
-from fxpipe.planning.plans.retarget import action_seconds, transfer_over_link
-from fxpipe.profiling import NodeCost, Profile
+from fxpipe.planning.plans.retarget import LOOPBACK, MESSAGE_SECONDS, transfer_over_link
+from fxpipe.profiling import NodeCost, Profile, Seconds
 from fxpipe.profiling.formulas import size_point, size_polynomial
+from fxpipe.profiling.memory import count_flops_and_bytes
+from fxpipe.profiling.profile_data import ZERO_FORMULA
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.program import PIPE_INPUT, value_users
 from fxpipe.rewriting.relay_routes import is_relayed_gradient, is_relayed_value, relay_routes
@@ -46,14 +48,14 @@ from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import evaluating_modules
 from fxpipe.tracing.dynamic_sizes import Lengths
+from fxpipe.tracing.fake_tensors import with_fake_tensors
 from fxpipe.tracing.node_info import bytes_formula, info
 from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.tensors import tensor_bytes
-from fxpipe.tracing.traced import attribute_tensor, opaque_name
+from fxpipe.tracing.traced import InputLeaf, attribute_tensor, opaque_name
+from fxpipe.utils.locks import DISPATCH_MODE_LOCK, planning_block
 from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint, fit_counts, polynomial_sum, polynomial_through
 from fxpipe.utils.polynomial_bound import polynomial_bound
-
-# -- Memory of stages as polynomials in the micro-batch size and the dynamic sizes -------------------------------------
 
 FITTED_SIZES = (1, 2, 3, 4)  # micro-batch sizes at which working memory is computed, in addition to the planned size
 
@@ -73,18 +75,24 @@ def stage_bytes(traced: Traced, starts: Sequence[int], profiles: Sequence[Profil
     working = [{polynomial(costs[node.name].working_bytes)} for node in traced.nodes]
     if chain.loss and profile.loss is not None:
         working[-1].add(polynomial(profile.loss.working_bytes))
-    points = _points_around(samples, lengths, largest_lengths(traced, profile))
+    # The sizes at which polynomials are compared to find the largest.
+    most = dict(largest_lengths(traced, profile))
+    values = [
+        [(symbol.name, value) for value in sorted({max(1, size // 2), size, size + 1, 2 * size, most[symbol]})]
+        for symbol, size in lengths
+    ]
+    points = [SizePoint(b, sizes) for b in sorted({*FITTED_SIZES, samples}) for sizes in itertools.product(*values)]
     stages = []
     for j, (start, end) in enumerate(zip(starts, [*starts[1:], len(chain)], strict=True)):
         plain, again = (kept_by_stage(chain, starts, j, way, storages) for way in (False, True))
         portals = polynomial_sum(flows[i] for i in plain.portals)
-        most, *elsewhere = _largest_of(set().union(*working[start:end]), size_point(samples, lengths), points)
+        largest, *elsewhere = _largest_of(set().union(*working[start:end]), size_point(samples, lengths), points)
         portals_again = polynomial_sum(flows[i] for i in {*again.portals} - {*plain.portals})
         stages.append(
             StageBytes(
                 received=polynomial_sum(flows[i] for i in plain.inputs) + portals,
                 held=polynomial_sum([*(held[i] for i in plain.held), *(flows[i] for i in plain.views)]),
-                working=most,
+                working=largest,
                 portals=portals,
                 again=polynomial_sum(flows[i] for i in {*again.inputs} - {*plain.inputs}) + portals_again,
                 portals_again=portals_again,
@@ -92,16 +100,6 @@ def stage_bytes(traced: Traced, starts: Sequence[int], profiles: Sequence[Profil
             )
         )
     return stages
-
-
-def _points_around(samples: int, lengths: Lengths, largest: Lengths) -> tuple[SizePoint, ...]:
-    """Returns the sizes at which polynomials are compared to find the largest."""
-    most = dict(largest)
-    values = [
-        [(symbol.name, value) for value in sorted({max(1, size // 2), size, size + 1, 2 * size, most[symbol]})]
-        for symbol, size in lengths
-    ]
-    return tuple(SizePoint(b, sizes) for b in sorted({*FITTED_SIZES, samples}) for sizes in itertools.product(*values))
 
 
 def _largest_of(
@@ -119,36 +117,6 @@ def _largest_of(
         return (fit_counts(tuple(dict(counted).items()), here),)
     largest = [one for one, own in values.items() if any(map(operator.eq, own, most))]
     return tuple(sorted(largest, key=lambda one: (-values[one][0], str(one))))
-
-
-def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:
-    total = sympy.Add(*(cost.flops + cost.backward_flops for cost in profile.nodes if cost.name in names))
-    return polynomial_bound(total, profile.batch, *(symbol for symbol, _ in profile.lengths))
-
-
-def stage_seconds(own: Sequence[NodeCost], loss: NodeCost | None, here: Mapping[str, int]) -> StageSeconds:
-    """Computes the seconds of a stage for any size."""
-    parts = (
-        [cost.forward for cost in own],
-        [cost.backward for cost in own],
-        [cost.weight for cost in own],
-        [] if loss is None else [loss.forward, loss.backward],
-    )
-    return StageSeconds(*(polynomial_sum(seconds.formula(here) for seconds in part) for part in parts))
-
-
-def planned_sizes(traced: Traced, profile: Profile) -> tuple[PlannedSize, ...]:
-    largest = dict(largest_lengths(traced, profile))
-    dims: dict[sympy.Basic, list[str]] = {}
-    for (place, dim), formula in traced.dynamic.formulas.items():
-        dims.setdefault(formula, []).append(f"dimension {dim} of {traced.leaves[place].path}")
-    return tuple(
-        PlannedSize(symbol.name, size, largest[symbol], *traced.dynamic.bounds(symbol), tuple(dims.get(symbol, ())))
-        for symbol, size in profile.lengths
-    )
-
-
-# -- Annotations of a cut: tied parameters, opaque modules, the slowest node -------------------------------------------
 
 
 def user_line_of(node: fx.Node) -> str:
@@ -186,19 +154,6 @@ def opaque_nodes(traced: Traced) -> tuple[OpaqueNode, ...]:
     return tuple(opaque.values())
 
 
-def heaviest_node(cut: Cut, samples: int) -> HeaviestNode:
-    """Returns the slowest node on its device; the first if several are equal."""
-    by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
-    nodes, here = [], size_point(samples, cut.profiles[0].lengths).values
-    for place, node in enumerate(cut.traced.nodes):
-        stage = min(bisect_right(cut.starts, place), len(cut.sites)) - 1
-        cost = by_kind[cut.sites[stage].kind][node.name]
-        seconds = cost.forward + cost.backward
-        line = user_line_of(node)
-        nodes.append(HeaviestNode(node.name, stage, seconds.at(samples), line, seconds.formula(here)))
-    return max(nodes, key=lambda node: node.seconds)
-
-
 _SHARE_DIGITS = 5  # shares are only displayed, and a plan has thousands of them
 
 
@@ -209,32 +164,26 @@ def time_shares(costs: Sequence[NodeCost], samples: int) -> tuple[float, ...]:
     return tuple(round(part / total, _SHARE_DIGITS) for part in seconds) if total else ()
 
 
-def plan_of_cut(
-    cut: Cut,
-    program: Program,
-    batch: int,
-    settings: Settings,
-) -> Plan:
-    """Creates the plan; its figures are for the largest micro-batch of a mini-batch of `batch` samples.
-
-    Args:
-        program: of the cut.
-        settings: options with all defaults resolved.
-    """
+def plan_of_cut(cut: Cut, program: Program, batch: int, settings: Settings) -> Plan:
+    """Creates the plan; its figures are for the largest micro-batch of a mini-batch of `batch` samples."""
     traced, samples = cut.traced, settings.largest_micro_batch(batch)
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
     names, here = [node.name for node in traced.nodes], size_point(samples, cut.profiles[0].lengths).values
     sizes_of_stages, sizes_of_plan = formulas_of_sizes(traced, program, cut.starts, cut.profiles, samples, settings)
     ends = [*cut.starts[1:], len(names)]
     hardware, operations = settings.hardware, dict[Operation, int]()
-    losses = [profile.loss for profile in cut.profiles]
     costs_of_work = [cost for profile in cut.profiles for cost in (*profile.nodes, profile.loss) if cost is not None]
     knows_work = all(cost.work is not None for cost in costs_of_work)
-    stages = []
+
+    def total(seconds: Iterable[Seconds]) -> Polynomial:
+        return polynomial_sum(one.formula(here) for one in seconds)
+
+    stages, seconds_of_nodes = [], list[tuple[fx.Node, int, Seconds]]()
     for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
-        cost, memory, costs = cut.loads[j].cost, cut.sites[j].memory, by_kind[cut.sites[j].kind]
-        own, device = [costs[name] for name in names[start:end]], settings.figure_devices[settings.placement[j]]
-        loss = losses[cut.sites[j].kind] if end == len(names) else None
+        cost, memory, kind = cut.costs[j], cut.sites[j].memory, cut.sites[j].kind
+        own = [by_kind[kind][name] for name in names[start:end]]
+        seconds_of_nodes += [(traced.nodes[start + i], j, one.forward + one.backward) for i, one in enumerate(own)]
+        loss = cut.profiles[kind].loss if end == len(names) else None
         update = 0.0 if hardware is None else hardware.update_seconds(cost.gradient_bytes, cost.optimizer_bytes)
         stages.append(
             StagePlan(
@@ -246,23 +195,27 @@ def plan_of_cut(
                 backward_seconds=cost.backward,
                 parameter_bytes=int(cost.parameter_bytes),
                 activation_bytes=int(cost.received_bytes + cost.saved_bytes),
-                # Both are rounded sums.
-                weight_seconds=min(cost.backward, math.fsum(one.weight.at(samples) for one in own)),
-                action_seconds=action_seconds(device),
+                weight_seconds=cost.weight or 0.0,
+                action_seconds=cost.action,
                 state_bytes=int(cost.gradient_bytes + cost.optimizer_bytes),
                 gradient_bytes=int(cost.gradient_bytes),
                 memory_limit=None if memory is None else int(memory),
-                formulas=stage_seconds(own, loss, here),
+                formulas=StageSeconds(
+                    total(one.forward for one in own),
+                    total(one.backward for one in own),
+                    total(one.weight for one in own),
+                    ZERO if loss is None else total((loss.forward, loss.backward)),
+                ),
                 work=_stage_work(own, loss, operations) if knows_work else StageWork(),
                 update_seconds=update,
                 modules=tuple(info(node).module for node in traced.nodes[start:end]),
                 shares=time_shares(own, samples),
                 loss_seconds=cost.loss,
+                host=cost.host,
                 **sizes_of_stages[j],
             )
         )
-        last = stages[-1]
-        stages[-1] = replace(last, host=reckon_host(device, len(own), last.work, last.forward_seconds))
+    node, stage, seconds = max(seconds_of_nodes, key=lambda one: one[2].at(samples))  # if several are equal, the first
     return Plan(
         stages=tuple(stages),
         devices=tuple(map(str, settings.devices)),
@@ -283,7 +236,7 @@ def plan_of_cut(
         evaluating=evaluating_modules(traced.model),
         tied=tied_parameters(traced, program),
         whole=opaque_nodes(traced),
-        heaviest=heaviest_node(cut, samples),
+        heaviest=HeaviestNode(node.name, stage, seconds.at(samples), user_line_of(node), seconds.formula(here)),
         operations=tuple(operations) if knows_work else (),
         processes=settings.processes,
         cluster=settings.cluster,
@@ -302,16 +255,29 @@ def formulas_of_sizes(
     """Returns the fields that depend on the micro-batch size and the dynamic sizes: of each stage, and of the plan."""
     profile = profiles[0]
     here = size_point(samples, profile.lengths).values
-    formulas = _value_formulas(traced, program, samples, profile.lengths)
+    sent_names = {value.name for stage in program.stages for value in stage.receives}
+    sent_names |= {name for _, name in value_users(program)}
+    formulas = {  # bytes of all values sent between stages or exchanged with the caller
+        node.name: size_polynomial(bytes_formula(info(node).full_shapes), traced.batch, samples, profile.lengths)
+        for node in traced.graph.nodes
+        if node.name in sent_names
+    }
     lines = {node.name: user_line_of(node) for node in traced.graph.nodes}
     memory, names = stage_bytes(traced, starts, profiles, samples), [node.name for node in traced.nodes]
     assert traced.effects is not None
     returns = {node.name for node, requires_grad in traced.effects.requires_grad.items() if requires_grad}
     stages = []
     for j, (start, end) in enumerate(pairwise([*starts, len(names)])):
-        sent = _sent_bytes(program, j, formulas)
-        flops = stage_flops(profile, {*names[start:end]})
+        following = program.stages[j + 1].receives if j + 1 < len(program.stages) else ()
+        sent = polynomial_sum(formulas[value.name] for value in following if value.source == j)  # without portals
+        own = {*names[start:end]}
+        total = sympy.Add(*(cost.flops + cost.backward_flops for cost in profile.nodes if cost.name in own))
+        flops = polynomial_bound(total, profile.batch, *(symbol for symbol, _ in profile.lengths))
         stages.append({"bytes": memory[j], "flops": flops, "sent": sent, "sent_bytes": sent.at(here)})
+    largest = dict(largest_lengths(traced, profile))
+    dims: dict[sympy.Basic, list[str]] = {}
+    for (place, dim), formula in traced.dynamic.formulas.items():
+        dims.setdefault(formula, []).append(f"dimension {dim} of {traced.leaves[place].path}")
     return stages, {
         "portals": tuple(
             Portal(s.name, s.source, s.target, formulas[s.name].at(here), formulas[s.name], lines[s.name])
@@ -319,24 +285,10 @@ def formulas_of_sizes(
         ),
         "sendings": _planned_transfers(program, returns, formulas, settings, here),
         "packets": _planned_packets(program, returns, formulas, settings, here),
-        "sizes": planned_sizes(traced, profile),
-    }
-
-
-def _sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:
-    """Computes the bytes sent to the next stage, without portals."""
-    following = program.stages[stage + 1].receives if stage + 1 < len(program.stages) else ()
-    return polynomial_sum(formulas[value.name] for value in following if value.source == stage)
-
-
-def _value_formulas(traced: Traced, program: Program, samples: int, lengths: Lengths) -> dict[str, Polynomial]:
-    """Computes the bytes of all values sent between stages or exchanged with the caller, by name."""
-    names = {value.name for stage in program.stages for value in stage.receives}
-    names |= {name for _, name in value_users(program)}
-    return {
-        n.name: size_polynomial(bytes_formula(info(n).full_shapes), traced.batch, samples, lengths)
-        for n in traced.graph.nodes
-        if n.name in names
+        "sizes": tuple(
+            PlannedSize(symbol.name, size, largest[symbol], *traced.dynamic.bounds(symbol), tuple(dims.get(symbol, ())))
+            for symbol, size in profile.lengths
+        ),
     }
 
 
@@ -417,4 +369,78 @@ def _stage_work(costs: Sequence[NodeCost], loss: NodeCost | None, places: dict[O
         counted(one for work in works for one in work.backward),
         counted(one for work in works for one in work.to_inputs),
         () if loss is None or loss.work is None else counted((*loss.work.forward, *loss.work.backward)),
+    )
+
+
+@planning_block()
+def plan_with_dynamic_sizes(
+    plan: Plan, first: Sequence[InputLeaf], traced: Traced, program: Program, starts: Sequence[int], settings: Settings
+) -> Plan | None:
+    """Returns the plan with the formulas of another graph of the same stages; None if it is invalid at planned sizes.
+
+    The second graph of a pipe has symbols for its sizes. Its bytes and FLOPs are counted on tensors without values, and
+    seconds grow with the FLOPs. `first`: the inputs of the planned graph. A node that cannot run without values raises
+    its error.
+    """
+    samples = plan.micro_batch
+    lengths = traced.dynamic.lengths_of(first)
+    if lengths is None or not traced.holds_at(samples, lengths):
+        return None
+    assert traced.effects is not None
+    with DISPATCH_MODE_LOCK, with_fake_tensors(traced.model, _inputs_at(traced, lengths), always=True) as leaves:
+        counts = count_flops_and_bytes(traced, traced.effects, leaves, samples)
+    none = (Seconds(), Seconds(), ZERO_FORMULA, ZERO_FORMULA)
+    nodes = tuple(
+        replace(
+            NodeCost(node.name, *none),
+            flops=counts.nodes[node].flops,
+            backward_flops=counts.nodes[node].backward_flops,
+            saved_bytes=counts.nodes[node].saved_bytes,
+            working_bytes=counts.nodes[node].working_bytes,
+        )
+        for node in traced.nodes
+    )
+    point = size_point(samples, lengths)
+    profile, here = Profile(nodes, samples, traced.batch, "", saved=counts.saved, sizes=point.others), point.values
+    sizes_of_stages, sizes_of_plan = formulas_of_sizes(traced, program, starts, [profile], samples, settings)
+    stages = []
+    for stage, sizes, (start, end) in zip(
+        plan.stages, sizes_of_stages, pairwise([*starts, len(traced.nodes)]), strict=True
+    ):
+        costs = profile.nodes[start:end]
+        flops, back = (
+            polynomial_sum(size_polynomial(one, traced.batch, samples, lengths) for one in of)
+            for of in ([cost.flops for cost in costs], [cost.backward_flops for cost in costs])
+        )
+        sizes = {**sizes, "flops": flops + back, "sent_bytes": stage.sent_bytes}
+        stages.append(replace(stage, formulas=_formulas(stage, flops, back, here), **sizes))
+    return replace(plan, stages=tuple(stages), **sizes_of_plan)
+
+
+def _inputs_at(traced: Traced, lengths: Lengths) -> list[Any]:
+    """Creates inputs with these dynamic sizes; other sizes are as recorded."""
+    values, inputs = dict(lengths), list[Any]()
+    for place, leaf in enumerate(traced.leaves):
+        if not leaf.is_tensor:
+            inputs.append(leaf.constant)
+            continue
+        formulas = (traced.dynamic.formulas.get((place, dim)) for dim in range(len(leaf.shape)))
+        shape = [s if f is None else int(f.xreplace(values)) for s, f in zip(leaf.shape, formulas, strict=True)]
+        inputs.append(torch.zeros(shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad))
+    return inputs
+
+
+def _formulas(stage: StagePlan, flops: Polynomial, back: Polynomial, here: dict[str, int]) -> StageSeconds:
+    """Scales the growing part of a stage's seconds with its FLOPs; zero for a stage without FLOPs."""
+
+    def formula(seconds: float, known: Polynomial, work: Polynomial) -> Polynomial:
+        once, fixed = work.value(here), float(known.value({**here, "b": 0}))
+        return work * (Fraction(max(0.0, seconds - fixed)) / Fraction(once)) + Polynomial.in_b(fixed) if once else ZERO
+
+    known = stage.formulas
+    return StageSeconds(
+        formula(stage.forward_seconds, known.forward, flops),
+        formula(stage.backward_seconds, known.backward, back or flops),
+        formula(stage.weight_seconds, known.weight, back or flops),
+        formula(stage.loss_seconds, known.loss, flops),
     )

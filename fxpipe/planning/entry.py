@@ -11,7 +11,13 @@ from torch import nn
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import planned_devices
 from fxpipe.planning.cost_model import with_memory_at_hand
-from fxpipe.planning.options.parse import Devices, parse_hardware_option, parse_stages_per_device
+from fxpipe.planning.options.parse import (
+    DROP_IN_SCHEDULE,
+    Devices,
+    parse_hardware_option,
+    parse_training_schedule,
+    worker_count_for,
+)
 from fxpipe.planning.options.pipeline_options import (
     AUTO,
     DEFAULT_SCHEDULE,
@@ -20,7 +26,6 @@ from fxpipe.planning.options.pipeline_options import (
     make_settings,
     shows_options,
 )
-from fxpipe.planning.options.stage_placement import DROP_IN_SCHEDULE, parse_training_schedule, worker_count_for
 from fxpipe.planning.passes import (
     PreparedGraph,
     ProfiledModel,
@@ -28,10 +33,10 @@ from fxpipe.planning.passes import (
     prepare_profiled,
     trace_and_profile,
     trace_batch,
-    with_replicas,
 )
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.auto_options import prepare_best
+from fxpipe.planning.replication import choose_replicas
+from fxpipe.planning.tuning.candidate_search import prepare_best
 from fxpipe.scheduling.streams import is_stream
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import in_mode
@@ -137,7 +142,9 @@ def _planned_devices(
         return planned_devices(None, hardware)
     asked = options.get("schedule", AUTO)
     order = parse_training_schedule(DEFAULT_SCHEDULE if asked == AUTO else asked)
-    per_device = parse_stages_per_device(options.get("stages_per_device"))
+    per_device = options.get("stages_per_device")
+    if per_device is not None:
+        parse_count("stages_per_device", per_device)
     count = worker_count_for(parse_count("stages", stages), order, per_device)
     return planned_devices(count * parse_count("data_parallel", data_parallel), hardware)
 
@@ -155,9 +162,7 @@ def prepare(
 ) -> PreparedGraph:
     """Runs all passes. With a `plan`, uses its stages for the graph of its mode, instead of planning new ones.
 
-    Args:
-        seed: of the random numbers that forward draws.
-        micro_batches: the inputs are one of this number of micro-batches; None: they are a mini-batch.
+    `seed`: of the random numbers that forward draws. `micro_batches`: the inputs are one of this number; None: all.
     """
     accelerator.refuse_capture(settings.row_devices if settings.hardware is None else ())
     if plan is None:
@@ -195,7 +200,9 @@ def prepare_with_choices(
     """Plans a profiled model; the tuner chooses the options in `settings.left`."""
     phase("cutting")
     settings = replace(settings, least_samples=least_samples(profiled.traced))
-    profiled, settings = with_replicas(profiled, settings)
+    if settings.chooses_replicas:
+        settings = choose_replicas(profiled.traced, profiled.profiles[0], profiled.batch, settings)
+        profiled = replace(profiled, batch=profiled.batch // settings.data_parallel)
     joint = needing_all(profiled.traced.combinations)
     if joint is not None and settings.chunks > 1 and not is_stream(settings.schedule):
         settings = replace(settings, schedule=DROP_IN_SCHEDULE, left=settings.left - {"schedule"})

@@ -1,10 +1,6 @@
 """The passes from a model to a plan, in order: trace, profile, decide, rewrite.
 
-The first two run the model and take seconds; the others are fast. So one `ProfiledModel` serves many plans:
-
-    profiled = trace_and_profile(model, args, kwargs, settings)
-    for chunks in (2, 4, 8):
-        print(prepare_profiled(profiled, replace(settings, chunks=chunks)).plan)
+The first two run the model and take seconds; the others are fast. So one `ProfiledModel` serves many plans.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +25,6 @@ from fxpipe.planning.describe_cut import plan_of_cut
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.retarget import resize_plan
-from fxpipe.planning.replication import choose_replicas
 from fxpipe.profiling import Profile, profile
 from fxpipe.profiling.profile_data import profile_for
 from fxpipe.rewriting import Program, forbidden_cuts, split_into_stages
@@ -116,14 +110,6 @@ def batch_of_replica(traced: Traced, batch: int, data: int) -> int:
             f"another graph: plan with example_args of {share} samples and data_parallel=1"
         )
     return share
-
-
-def with_replicas(profiled: ProfiledModel, settings: Settings) -> tuple[ProfiledModel, Settings]:
-    """Returns the profiled model and the settings of one replica; chooses the numbers of replicas if required."""
-    if not settings.chooses_replicas:
-        return profiled, settings
-    settings = choose_replicas(profiled.traced, profiled.profiles[0], profiled.batch, settings)
-    return replace(profiled, batch=profiled.batch // settings.data_parallel), settings
 
 
 def profile_again(
@@ -215,7 +201,17 @@ def _profile_kinds(
     kinds = device_kinds(settings.workers) if settings.hardware is None else list(settings.workers[:1])
     names = tuple(map(device_kind, kinds))
     if settings.profile is not None:
-        return names, None, (_given_profile(traced, settings.profile, settings),) * len(kinds)
+        costs = profile_for(traced, settings.profile)
+        if settings.loss is not None and costs.loss is None:
+            raise ArgumentError(
+                "loss_fn and a profile that does not know what a loss costs: leave loss_fn out, or make the profile "
+                "with it (fxpipe.profile(traced, args, loss_fn=..., target=...))"
+            )
+        return names, None, (costs,) * len(kinds)
+    samples = settings.largest_micro_batch(batch)
+    if "chunks" in settings.left and (samples == 1 or not traced.holds_at(samples)):  # some models reject 1
+        others = (size for size in (2, -(-batch // 2), batch) if samples < size <= batch and traced.holds_at(size))
+        samples = next(others, samples)
     threads = _worker_threads(settings.workers)
     loss = {} if settings.loss is None else settings.loss.arguments()
     with preserve_state(traced.model):  # runs hooks and opaque modules as they are
@@ -224,7 +220,7 @@ def _profile_kinds(
                 traced,
                 args,
                 kwargs,
-                micro_batch=_samples_to_measure(traced, batch, settings),
+                micro_batch=samples,
                 second=1 if settings.largest_micro_batch(batch) == 1 else None,  # only size 1 will run
                 budget=settings.profile_budget / len(kinds),
                 threads=threads,
@@ -236,28 +232,6 @@ def _profile_kinds(
         )
     is_measured = settings.hardware is None and not profiles[0].estimated_for
     return names, threads if is_measured and "cpu" in names else None, profiles
-
-
-def _given_profile(traced: Traced, profile: Profile | str | Path, settings: Settings) -> Profile:
-    costs = profile_for(traced, profile)
-    if settings.loss is not None and costs.loss is None:
-        raise ArgumentError(
-            "loss_fn and a profile that does not know what a loss costs: leave loss_fn out, or make the profile with "
-            "it (fxpipe.profile(traced, args, loss_fn=..., target=...))"
-        )
-    return costs
-
-
-def _samples_to_measure(traced: Traced, batch: int, settings: Settings) -> int:
-    """Returns the samples of a micro-batch; not 1 if the tuner chooses their number, because some models reject it."""
-    samples = settings.largest_micro_batch(batch)
-    if "chunks" not in settings.left or (samples > 1 and traced.holds_at(samples)):
-        return samples
-    others = (size for size in (2, -(-batch // 2), batch) if samples < size <= batch and traced.holds_at(size))
-    return next(others, samples)
-
-
-# -- The fast passes, which decide and rewrite; their result can run ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +250,11 @@ class PreparedGraph:
 
 
 def _split(
-    traced: Traced,
-    starts: Sequence[int],
-    settings: Settings,
-    devices: Sequence[torch.device] | None = None,
+    traced: Traced, starts: Sequence[int], settings: Settings, devices: Sequence[torch.device] | None = None
 ) -> Program:
-    devices = settings.devices if devices is None else devices
-    return split_into_stages(traced, starts, devices, settings.deferred_batch_norm, settings.compile)
+    return split_into_stages(
+        traced, starts, devices or settings.devices, settings.deferred_batch_norm, settings.compile
+    )
 
 
 def prepare_profiled(profiled: ProfiledModel, settings: Settings) -> PreparedGraph:
@@ -298,17 +270,11 @@ def prepare_cut(cut: Cut, batch: int, settings: Settings) -> PreparedGraph:
     """Creates the stages of a cut, and the plan that describes them."""
     phase("making stages")
     traced = cut.traced
-    settings = replace(cut.settings, checkpoint=_decided_checkpoint(settings.checkpoint, cut.recompute))
+    modes = tuple("always" if again else "never" for again in cut.recompute)
+    decided = modes[0] if len({*modes}) == 1 else modes
+    settings = replace(cut.settings, checkpoint=decided if settings.checkpoint == "auto" else settings.checkpoint)
     program = _split(traced, cut.starts, settings)
     return PreparedGraph(plan_of_cut(cut, program, batch, settings), traced, program, settings, cut.starts)
-
-
-def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool]) -> str | tuple[str, ...]:
-    if asked != "auto":
-        return asked
-    if len({*recompute}) == 1:
-        return "always" if recompute[0] else "never"
-    return tuple("always" if again else "never" for again in recompute)
 
 
 def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settings) -> PreparedGraph:
@@ -361,10 +327,7 @@ def prepare_additional_graph(
 
 def _misplacement_costs(first: PreparedGraph, traced: Traced) -> list[list[float]]:
     """Computes, by node and stage, the bytes of misplaced parameters; a known node name adds a smaller cost."""
-    homes: dict[str, int] = {}
-    for j, stage in enumerate(first.program.stages):
-        for name in stage.attributes:
-            homes.setdefault(name, j)
+    homes = {name: j for j, stage in reversed([*enumerate(first.program.stages)]) for name in stage.attributes}
     known = {name: stage.index for stage in first.plan.stages for name in stage.nodes}
     stages = range(len(first.plan.stages))
     table = []

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from fxpipe.cluster import MESHES, Cluster
+from fxpipe.cluster import MESHES
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.hardware import Hardware, cluster_of
 from fxpipe.partitioning.chain import Chain
@@ -31,7 +31,7 @@ from fxpipe.partitioning.pipedream import (
 from fxpipe.planning.cost_model import chain_of, planned_workers, worker_link
 from fxpipe.planning.options.parse import CHUNKS_PER_WORKER
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.planning.plans.host_time import LOOPBACK
+from fxpipe.planning.plans.retarget import LOOPBACK
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import is_stream
@@ -52,40 +52,31 @@ class _NodeFigures:
     activation_bytes: list[float]  # half of the bytes sent across the cut after each node, forward and backward
     weight_bytes: list[float]
 
-    @classmethod
-    def of(cls, chain: Chain, micro_batches: int) -> _NodeFigures:
-        """Computes the costs of a chain, which is for one of `micro_batches` micro-batches."""
-        n = len(chain)
-        changes = [0.0] * (n + 1)
-        for flow in chain.flows:
-            last = max((user for user in flow.users if user < n), default=-1)
-            if 0 <= flow.maker < last:
-                size = flow.bytes * (1.0 if flow.returns else 0.5) * micro_batches
-                changes[flow.maker] += size
-                changes[last] -= size
-        weights = [0.0] * n
-        for use in chain.weights:
-            if use.is_trained:
-                weights[use.users[0]] += use.bytes
-        rows = zip(chain.forward, chain.backward, strict=True)
-        times = [[micro_batches * (f + b) for f, b in zip(*row, strict=True)] for row in rows]
-        return cls(times, [max(0.0, size) for size in accumulate(changes[:n])], weights)
 
-
-# -- Starts of stages --------------------------------------------------------------------------------------------------
+def _node_figures(chain: Chain, micro_batches: int) -> _NodeFigures:
+    """Computes the costs of a chain, which is for one of `micro_batches` micro-batches."""
+    n = len(chain)
+    changes, weights = [0.0] * (n + 1), [0.0] * n
+    for flow in chain.flows:
+        last = max((user for user in flow.users if user < n), default=-1)
+        if 0 <= flow.maker < last:
+            size = flow.bytes * (1.0 if flow.returns else 0.5) * micro_batches
+            changes[flow.maker] += size
+            changes[last] -= size
+    for use in chain.weights:
+        weights[use.users[0]] += use.bytes if use.is_trained else 0.0
+    rows = zip(chain.forward, chain.backward, strict=True)
+    times = [[micro_batches * (f + b) for f, b in zip(*row, strict=True)] for row in rows]
+    return _NodeFigures(times, [max(0.0, size) for size in accumulate(changes[:n])], weights)
 
 
 def pipedream_starts(chain: Chain, settings: Settings, batch: int) -> tuple[int, ...]:
-    """Finds the first node of each stage, for the replicas in the settings.
-
-    Raises:
-        PartitionError: there are pins, several stages on a device, or no such stages.
-    """
+    """Finds the first node of each stage, for the replicas in the settings, or raises a `PartitionError`."""
     if chain.first_stages:
         raise PartitionError(NO_PINS)
     if sorted(settings.placement) != list(range(len(settings.placement))):
         raise PartitionError(ONE_STAGE_EACH)
-    figures = _NodeFigures.of(chain, settings.micro_batches(batch) * _shares_of_mini_batch(settings))
+    figures = _node_figures(chain, settings.micro_batches(batch) * settings.data_parallel * settings.ranks_per_stage)
     bounds = _bounds(figures, chain, settings)
     if bounds is None:
         raise PartitionError(
@@ -96,75 +87,35 @@ def pipedream_starts(chain: Chain, settings: Settings, batch: int) -> tuple[int,
 
 
 def _bounds(figures: _NodeFigures, chain: Chain, settings: Settings) -> tuple[tuple[int, ...], float] | None:
-    return bounds_for_replicas(
-        figures.times,
-        figures.activation_bytes,
-        figures.weight_bytes,
-        list(_stage_workers(settings, chain)),
-        forbidden=sorted(chain.forbidden_cuts),
-        required=chain.required_cuts,
-    )
-
-
-def _shares_of_mini_batch(settings: Settings) -> int:
-    """Returns the number of replicas with separate mini-batches; a chain is for one of them."""
-    return settings.data_parallel * settings.ranks_per_stage
-
-
-def _stage_workers(settings: Settings, chain: Chain) -> Iterator[StageWorkers]:
-    """Yields the workers and bandwidths of each stage; each replica with its own mini-batch has a link."""
-    workers, shares, cluster = planned_workers(settings), _shares_of_mini_batch(settings), settings.cluster
+    """Finds the first node of each stage, and the seconds of the slowest; None if there are no such stages."""
+    workers, cluster, of_stages = planned_workers(settings), settings.cluster, list[StageWorkers]()
+    shares = settings.data_parallel * settings.ranks_per_stage  # replicas with a mini-batch and a link of their own
     if cluster is not None and settings.ranks_per_stage > 1:
         cluster = replace(cluster, data=shares)
     for j, k in enumerate(settings.placement):
         link = worker_link(settings, settings.placement[j - 1], k) if j else None
         if link is None and j and settings.is_over_processes:
             link = LOOPBACK
-        yield StageWorkers(
-            cluster.count(k) if cluster is not None else shares,
-            workers[k].kind,
-            _reduction_rate(cluster, settings, k),
-            math.inf if link is None else link.bytes_per_second * shares,
-        )
-
-
-def _reduction_rate(cluster: Cluster | None, settings: Settings, worker: int) -> float:
-    if cluster is not None:
-        return cluster.group(worker).bytes_per_second
-    if settings.is_over_processes and settings.workers[worker].type == "cpu":
-        return LOOPBACK.bytes_per_second
-    return math.inf  # unknown
-
-
-# -- Numbers of replicas -----------------------------------------------------------------------------------------------
+        reduces = math.inf  # unknown
+        if cluster is not None:
+            reduces = cluster.group(k).bytes_per_second
+        elif settings.is_over_processes and settings.workers[k].type == "cpu":
+            reduces = LOOPBACK.bytes_per_second
+        receives = math.inf if link is None else link.bytes_per_second * shares
+        count = cluster.count(k) if cluster is not None else shares
+        of_stages.append(StageWorkers(count, workers[k].kind, reduces, receives))
+    return bounds_for_replicas(
+        figures.times,
+        figures.activation_bytes,
+        figures.weight_bytes,
+        of_stages,
+        forbidden=sorted(chain.forbidden_cuts),
+        required=chain.required_cuts,
+    )
 
 
 def choose_replicas(traced: Traced, profile: Profile, batch: int, settings: Settings) -> Settings:
-    """Chooses the replicas of each stage, for the mini-batch of all; returns the settings of one pipeline.
-
-    Raises:
-        ArgumentError: an option requires a known number of stages.
-        PartitionError: the graph cannot be cut at the user's marks.
-    """
-    _check_options(settings)
-    usual, hardware = replace(settings, chooses_replicas=False), settings.hardware
-    assert hardware is not None  # `make_settings` requires hardware for this choice
-    chain = chain_of(traced, [profile], settings.largest_micro_batch(batch), forbidden_cuts(traced))
-    marked = {*traced.cut_mark_places} - {0, len(chain), *chain.forbidden_cuts}
-    chain = replace(chain, required_cuts=tuple(sorted(marked)))
-    figures = _NodeFigures.of(chain, settings.micro_batches(batch))
-    best: tuple[float, Settings] | None = None
-    for replicas in dict.fromkeys(_partitions(figures, chain, hardware, len(settings.workers))):
-        for trial in _with_replicas(usual, replicas, traced, batch):
-            bounds = _bounds(figures, chain, trial)
-            if bounds is not None and (best is None or bounds[1] < best[0]):
-                best = bounds[1], trial
-    if best is None:
-        raise PartitionError("the graph cannot be cut into stages that begin where fxpipe.cut() stands")
-    return best[1]
-
-
-def _check_options(settings: Settings) -> None:
+    """Chooses the replicas of each stage, for the mini-batch of all; returns the settings of one pipeline."""
     known = "say how many replicas each stage has (data_parallel=1, say)"
     if settings.pins:
         raise ArgumentError(NO_PINS)
@@ -185,6 +136,21 @@ def _check_options(settings: Settings) -> None:
             "memory_limit differs from device to device, and balance='pipedream' chooses how many a stage has: give "
             f"one for all, or {known}"
         )
+    usual, hardware = replace(settings, chooses_replicas=False), settings.hardware
+    assert hardware is not None  # `make_settings` requires hardware for this choice
+    chain = chain_of(traced, [profile], settings.largest_micro_batch(batch), forbidden_cuts(traced))
+    marked = {*traced.cut_mark_places} - {0, len(chain), *chain.forbidden_cuts}
+    chain = replace(chain, required_cuts=tuple(sorted(marked)))
+    figures = _node_figures(chain, settings.micro_batches(batch))
+    best: tuple[float, Settings] | None = None
+    for replicas in dict.fromkeys(_partitions(figures, chain, hardware, len(settings.workers))):
+        for trial in _with_replicas(usual, replicas, traced, batch):
+            bounds = _bounds(figures, chain, trial)
+            if bounds is not None and (best is None or bounds[1] < best[0]):
+                best = bounds[1], trial
+    if best is None:
+        raise PartitionError("the graph cannot be cut into stages that begin where fxpipe.cut() stands")
+    return best[1]
 
 
 def bandwidth_levels(hardware: Hardware, devices: int) -> tuple[BandwidthLevel, ...]:
@@ -217,21 +183,15 @@ def _partitions(figures: _NodeFigures, chain: Chain, hardware: Hardware, devices
         [math.fsum(weights[start:stop]) for start, stop in ends],
     )
     required = [starts.index(place) for place in chain.required_cuts]
-    levels = bandwidth_levels(hardware, devices)
+    levels, cluster = bandwidth_levels(hardware, devices), cluster_of(hardware, devices)
     yield pipedream_partition(*layers, levels, required=required).replicas
-    if len(levels) > 1:
-        one_level = [BandwidthLevel(devices, _slowest_rate(hardware, devices))]
+    if len(levels) > 1:  # all devices as far apart as any two, each with an even share of its node's adapters
+        rates = [link.bytes_per_second for link in (hardware.within, hardware.between) if link is not None]
+        if hardware.between is not None:
+            share = min(1.0, cluster.adapters_per_node / cluster.devices_per_node)
+            rates.append(hardware.between.bytes_per_second * share)
+        one_level = [BandwidthLevel(devices, min(rates, default=math.inf))]
         yield pipedream_partition(*layers, one_level, required=required).replicas
-
-
-def _slowest_rate(hardware: Hardware, devices: int) -> float:
-    """Computes the bandwidth between any two devices, with an even share of their node's adapters."""
-    cluster = cluster_of(hardware, devices)
-    rates = [link.bytes_per_second for link in (hardware.within, hardware.between) if link is not None]
-    if hardware.between is not None:
-        share = min(1.0, cluster.adapters_per_node / cluster.devices_per_node)
-        rates.append(hardware.between.bytes_per_second * share)
-    return min(rates, default=math.inf)
 
 
 def _with_replicas(settings: Settings, replicas: tuple[int, ...], traced: Traced, batch: int) -> Iterator[Settings]:

@@ -146,7 +146,7 @@ class Clock:
 
     - Accelerators: events in the device's stream. The device is kept busy (`HeadStart`) while the host queues the node
       and both events, as in a step whose host runs ahead, so the time of a node covers its kernels, not their launches
-      (see `planning.plans.host_time`).
+      (see `planning.plans.retarget`).
     - The CPU with one thread, on Linux: the processor time of this thread, which stops while another process has the
       core. Time in which the node waits (for a disk, a lock, a server) is added.
     - Else wall-clock time.

@@ -25,7 +25,7 @@ from fxpipe.inspect.json_document import plan_document
 from fxpipe.inspect.plan_text import plan_text
 from fxpipe.inspect.run import inputs_advice
 from fxpipe.inspect.targets import InputOption, InputShape, Target, make_arguments, parse_input, parse_target
-from fxpipe.planning.plans import HeaviestNode, OpaqueNode, Portal, TiedParameter
+from fxpipe.planning.plans.data import HeaviestNode, OpaqueNode, Portal, TiedParameter
 from fxpipe.utils.polynomial import Polynomial
 
 MODEL_FILE = """

@@ -13,7 +13,7 @@ from helpers.inspected import make_plan, refusal
 import fxpipe
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.step_summary import one_device_text
-from fxpipe.planning.plans import Portal
+from fxpipe.planning.plans.data import Portal
 from fxpipe.planning.plans.retarget import resize_plan
 
 ROOT = str(Path(fxpipe.__file__).parents[1])

@@ -10,7 +10,8 @@ import pytest
 from helpers.drawn_plans import drawn_plan, portals_between
 
 from fxpipe.inspect.report import chunks_variants, save_report
-from fxpipe.planning.plans import OpaqueNode, Plan, TiedParameter
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.data import OpaqueNode, TiedParameter
 from fxpipe.utils.units import human_bytes, human_seconds
 
 EVIL = "<script>document.title = 'run'</script>\"'&<img src=x onerror=alert(1)>"

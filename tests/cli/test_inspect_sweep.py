@@ -26,7 +26,7 @@ from fxpipe.inspect.step_summary import (
     sweep_devices,
     sweep_text,
 )
-from fxpipe.planning.options.stage_placement import TRAINING_SCHEDULES
+from fxpipe.planning.options.parse import TRAINING_SCHEDULES
 from fxpipe.planning.plans import Plan
 from fxpipe.scheduling import SCHEDULES
 

@@ -16,12 +16,11 @@ from fxpipe.inspect.report import report_page, stages_section
 from fxpipe.inspect.scene import Text
 from fxpipe.inspect.stage_graph import draw_stage_graph
 from fxpipe.inspect.step_summary import one_device_text
-from fxpipe.planning.plans import Plan, StageBytes
-from fxpipe.planning.plans.data import PlannedSize
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.data import PlannedSize, StageBytes
 from fxpipe.planning.plans.figures import plan_figures
 from fxpipe.planning.tuning.candidate_search import NO_SHORTER
-from fxpipe.planning.tuning.candidates import CandidateResult
-from fxpipe.planning.tuning.tuning_result import Tuning
+from fxpipe.planning.tuning.candidates import CandidateResult, Tuning
 from fxpipe.simulation import HostCost
 from fxpipe.utils.polynomial import Polynomial
 from fxpipe.utils.units import human_bytes

@@ -3,7 +3,8 @@
 import random
 from collections.abc import Sequence
 
-from fxpipe.planning.plans import Plan, PlannedTransfer, Portal, StageBytes, StagePlan, StageSeconds
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.data import PlannedTransfer, Portal, StageBytes, StagePlan, StageSeconds
 from fxpipe.utils.polynomial import Polynomial
 
 MIB = 2**20

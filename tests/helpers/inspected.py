@@ -3,7 +3,8 @@
 import pytest
 
 from fxpipe.inspect.cli import main
-from fxpipe.planning.plans import Plan, Portal, StageBytes, StagePlan
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.data import Portal, StageBytes, StagePlan
 from fxpipe.utils.polynomial import ZERO, Polynomial
 
 MIB = 2**20

@@ -115,7 +115,7 @@ MECHANISMS = (
         ("compiled", "rewriting.stage_callables._dynamic_dims", "compile="),
         ("deferred batch norm", "rewriting.deferred_batch_norm.DeferredBatchNorm.of", "deferred_batch_norm="),
         ("cut where forward says", "tracing.record.opaque_call.cut", "fxpipe.cut()"),
-        ("pinned", "partitioning.pins.placements_for_pins", "pin="),
+        ("pinned", "partitioning.manual_cuts.placements_for_pins", "pin="),
         ("on the caller's thread", "runtime.executors.InlineExecutor.run", "one device"),
     ),
     *_group(

@@ -8,17 +8,32 @@ import re
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware, parse_hardware
+from fxpipe.partitioning.manual_cuts import is_by_names
 from fxpipe.profiling import Profile
-from fxpipe.scheduling import CHECKPOINTS
+from fxpipe.scheduling import (
+    CHECKPOINTS,
+    SCHEDULES,
+    STREAM_POLICIES,
+    ActionKind,
+    Schedule,
+    ScheduleLike,
+    as_schedule_like,
+    check_placement,
+    make_schedule,
+    placement_of,
+)
 from fxpipe.utils import accelerator
-from fxpipe.utils.units import parse_count, parse_number, with_article
+from fxpipe.utils.units import parse_count, with_article
+
+if TYPE_CHECKING:
+    from fxpipe.planning.plans import Plan
 
 Devices: TypeAlias = int | Sequence[str | torch.device]  # a number of devices, or a list of them
 
@@ -31,11 +46,6 @@ def parse_switch(name: str, value: bool) -> bool:
     if not isinstance(value, bool):
         raise ArgumentTypeError(f"{name}={value!r}: expected True or False")
     return value
-
-
-def parse_stages_per_device(value: int | None) -> int | None:
-    """Checks the number of stages of each worker; None: the number that the schedule needs."""
-    return None if value is None else parse_count("stages_per_device", value)
 
 
 def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
@@ -75,12 +85,6 @@ def parse_devices(devices: Devices | None, anywhere: bool = False) -> tuple[torc
     return tuple(accelerator.parse_device("devices", device, anywhere) for device in devices)
 
 
-def parse_chunks(chunks: int | str, workers: int) -> int:
-    if isinstance(chunks, str) and chunks == "auto":
-        return CHUNKS_PER_WORKER * workers
-    return parse_count("chunks", chunks, "'auto' or a whole number of micro-batches")
-
-
 def parse_checkpoint(checkpoint: str | Sequence[str], stages: int | None) -> str | tuple[str, ...]:
     """Returns one mode for all stages, or one for each; planning resolves "auto". `stages`: None if not known yet."""
     if not isinstance(checkpoint, (tuple, list)):
@@ -111,7 +115,7 @@ def parse_balance(balance: Any, stages: int) -> str | tuple[int, ...] | tuple[st
             f"balance={balance!r}: expected {', '.join(map(repr, BALANCES))}, or a list of numbers of nodes or of "
             "names of nodes or modules, or a dict from modules to devices"
         ) from None
-    by_name = all(isinstance(entry, str) for entry in entries) and (stages == 1 or bool(entries))
+    by_name = is_by_names(entries, stages)
     if by_name and len(entries) > stages - 1:
         raise ArgumentError(
             f"balance={list(entries)} has {len(entries)} names for {stages} stages: give {stages - 1} or fewer, "
@@ -157,17 +161,12 @@ def _parse_worker(argument: str, name: str, value: Any, workers: Sequence[torch.
     return places[0]
 
 
-def parse_profile_budget(seconds: Any) -> float:
-    """Checks the seconds for measuring; None: the default."""
-    return PROFILE_BUDGET if seconds is None else parse_number("profile_budget", seconds, "seconds")
-
-
 def parse_profile_option(profile: Any) -> Profile | None:
     """Returns a profile, loading it if a path is given."""
-    if profile is None or isinstance(profile, Profile):
-        return profile
     if isinstance(profile, (str, Path)):
         return Profile.load(profile)
+    if profile is None or isinstance(profile, Profile):
+        return profile
     raise ArgumentTypeError(
         f"profile={profile!r} is {with_article(profile)}; expected what fxpipe.profile returns, or the path of a "
         "file that its save(path) wrote"
@@ -222,14 +221,10 @@ def parse_compile(value: Any) -> dict[str, Any] | None:
             "several in flight; take mode='default' or mode='max-autotune-no-cudagraphs'"
         )
     try:
-        torch.compile(_never_called, **value)
+        torch.compile(lambda: None, **value)  # compiles when called, so never
     except Exception as error:  # torch.compile raises various types for invalid keywords
         raise ArgumentError(f"compile={dict(value)!r}: torch.compile does not accept it: {error}") from error
     return dict(value)
-
-
-def _never_called() -> None:
-    """A function to pass to `torch.compile`; never called."""
 
 
 # -- Memory limits: `"70GiB"`, a number of bytes, or a list of these for each device -----------------------------------
@@ -276,3 +271,115 @@ def _parse_bytes(value: Any) -> int:
     if not 1 <= number * unit < math.inf:  # also rejects nan
         raise ArgumentError(f"memory_limit={value!r}: expected at least 1 byte: {_ACCEPTED_LIMITS}")
     return int(number * unit)
+
+
+# -- The requested schedule, and the placement of stages on workers that follows from it -------------------------------
+#
+# A named schedule defines the number of stages of each worker and their placement; a table has them in its rows.
+
+TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
+# Schedules whose steps are compared: a step of a stream is a step of 1F1B.
+COMPARED_SCHEDULES = tuple(name for name in TRAINING_SCHEDULES if name not in STREAM_POLICIES)
+# The order of a call and its backward, and of a step whose loss needs all samples: every F before the first B.
+DROP_IN_SCHEDULE = "gpipe"
+
+
+def parse_training_schedule(value: Any) -> ScheduleLike:
+    """Checks a name, a table or a function that `forward_backward` can run."""
+    if value == "inference":
+        raise ArgumentError(
+            f"schedule={value!r} is unknown for training; accepted are {', '.join(map(repr, TRAINING_SCHEDULES))}; "
+            "to evaluate, call the pipe under torch.no_grad()"
+        )
+    schedule = as_schedule_like(value, TRAINING_SCHEDULES)
+    if isinstance(schedule, Schedule):
+        _check_for_training(schedule)
+    return schedule
+
+
+def _check_for_training(schedule: Schedule) -> None:
+    actions = [action for row in schedule.rows for action in row]
+    update = next((action for action in actions if action.kind is ActionKind.UPDATE), None)
+    if update is not None:
+        raise ArgumentError(
+            f"schedule {schedule.name!r} holds {update}, but weights are updated by your optimizer, when the step has "
+            "ended: take all U out"
+        )
+    if not any(action.kind is ActionKind.BACKWARD for action in actions):
+        raise ArgumentError(f"schedule {schedule.name!r} has no B, and so trains nothing: add every B")
+    if not all(schedule.rows):
+        raise ArgumentError(
+            f"schedule {schedule.name!r} leaves device {schedule.rows.index(())} idle: give it a stage, or take its "
+            "row out and leave it out of devices"
+        )
+
+
+def worker_count_for(stages: int, schedule: ScheduleLike, per_device: int | None) -> int:
+    if isinstance(schedule, Schedule):
+        return len(schedule.rows)
+    each = per_device or (SCHEDULES[schedule].stages_per_device if isinstance(schedule, str) else 1)
+    if stages % each:
+        by = "" if per_device else f", as {schedule!r} has it"
+        raise ArgumentError(
+            f"stages={stages} cannot be shared out with stages_per_device={each}{by}; give a multiple of it"
+        )
+    return stages // each
+
+
+def chunks_of_schedule(schedule: ScheduleLike, chunks: int | str, plan: Plan | None = None) -> int | str:
+    """Returns the number of micro-batches if `chunks` is "auto": a table's or the plan's; 1 for PipeDream.
+
+    The result of a stream depends on the number, so a plan's number is used even if it was made for another schedule.
+    """
+    if schedule == "pipedream" and chunks == "auto":
+        return plan.chunks if plan is not None and plan.schedule == schedule else 1
+    if not isinstance(schedule, Schedule):
+        return chunks
+    if chunks not in ("auto", schedule.micro_batches):
+        raise ArgumentError(
+            f"chunks={chunks!r}, but schedule {schedule.name!r} is a table for {schedule.micro_batches} micro-batches: "
+            "leave chunks out, or give a function (micro_batches, stages) -> table"
+        )
+    return schedule.micro_batches
+
+
+def place_stages(
+    workers: int, per_device: int | None, schedule: ScheduleLike, chunks: int, plan: Plan | None
+) -> tuple[int, ...]:
+    """Places each stage on a worker, as the schedule or the plan defines."""
+    if plan is not None and per_device is None:
+        placement, accepted = plan.placement, max(plan.placement) + 1
+        if workers != accepted:
+            shared = f" on {accepted} devices" if accepted < len(placement) else ""
+            raise ArgumentError(
+                f"plan has {len(placement)} stages{shared}, but devices has {workers} entries; give {accepted}"
+            )
+    elif isinstance(schedule, str):
+        placement = SCHEDULES[schedule].placement(workers, per_device or SCHEDULES[schedule].stages_per_device)
+    else:
+        table = schedule
+        if not isinstance(table, Schedule):
+            table = make_schedule(schedule, workers * (per_device or 1), chunks)
+        if len(table.rows) != workers:
+            raise ArgumentError(
+                f"schedule {table.name!r} has rows for {len(table.rows)} devices, but devices has {workers} entries: "
+                f"give {len(table.rows)}"
+            )
+        if per_device is not None and table.stages != workers * per_device:
+            raise ArgumentError(
+                f"schedule {table.name!r} has {table.stages} stages, but with stages_per_device={per_device} there are "
+                f"{workers * per_device}: leave stages_per_device out"
+            )
+        placement = placement_of(table)
+    if plan is not None and len(plan.stages) != len(placement):
+        raise ArgumentError(
+            f"plan has {len(plan.stages)} stages, but devices has {workers} entries and "
+            f"stages_per_device={per_device}, which makes {len(placement)}; leave stages_per_device to the plan"
+        )
+    if isinstance(schedule, str):  # named schedules run on any placement that they support
+        check_placement(schedule, placement)
+        return placement
+    rows = make_schedule(schedule, len(placement), chunks, placement=placement)
+    if callable(schedule):
+        _check_for_training(rows)
+    return placement

@@ -20,22 +20,23 @@ from fxpipe.cluster import MESHES, Cluster, parse_mesh
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware, check_device_count, cluster_of, device_names
 from fxpipe.planning.options.parse import (
+    CHUNKS_PER_WORKER,
+    PROFILE_BUDGET,
     Devices,
+    chunks_of_schedule,
     parse_balance,
     parse_checkpoint,
-    parse_chunks,
     parse_compile,
     parse_devices,
     parse_hardware_option,
     parse_leaf_modules,
     parse_memory_limit,
     parse_pins,
-    parse_profile_budget,
     parse_profile_option,
-    parse_stages_per_device,
     parse_switch,
+    parse_training_schedule,
+    place_stages,
 )
-from fxpipe.planning.options.stage_placement import chunks_of_schedule, parse_training_schedule, place_stages
 from fxpipe.planning.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.profiling.loss_cost import PlannedLoss, parse_loss
@@ -107,11 +108,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def shows_options(options: type, after: str) -> Callable[[F], F]:
-    """Decorates a function with `**options`: its signature shows each option, and other keywords raise a `TypeError`.
-
-    Args:
-        after: the parameter that precedes the options in the signature.
-    """
+    """Decorates a function with `**options`: its signature shows each one after the parameter `after`."""
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
@@ -147,12 +144,8 @@ def is_default(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, (tuple, list, dict)) and not value and not default)
 
 
-def options_with_plan(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Returns the options, with the plan's devices, chunks and checkpoint if these were omitted.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an option for planning was given; `plan` is not a plan.
-    """
+def _options_with_plan(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Returns the options, with the plan's devices, chunks and checkpoint if these were omitted."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(f"plan is {with_article(plan)}; expected a fxpipe.Plan, as from fxpipe.Plan.load(path)")
     for name in PLANNING_OPTIONS:
@@ -206,7 +199,6 @@ def check_replicas(plan: Plan, ranks: int) -> None:
 # -- Settings: the checked and normalized options ----------------------------------------------------------------------
 
 DEFAULT_SCHEDULE = "1f1b"
-TUNABLE_OPTIONS = ("schedule", "chunks", "stages_per_device")  # options that the tuner can choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +227,15 @@ class Settings:
     optimizer_state: float = 2.0  # bytes for each byte of a trained parameter
     hardware: Hardware | None = None  # to plan for; None: the local devices
     profile: Profile | None = None  # an earlier measurement
-    profile_budget: float = 5.0  # seconds
+    profile_budget: float = PROFILE_BUDGET  # seconds
     loss: PlannedLoss | None = None  # applied to the outputs in each step; None: unknown
     deferred_batch_norm: bool = False
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages are not compiled
     progress: bool = True  # show progress bars if stderr is a terminal
     processes: bool = False  # each worker has its own process
-    left: frozenset[str] = frozenset()  # elements of TUNABLE_OPTIONS that the tuner chooses after profiling
+    left: frozenset[str] = (
+        frozenset()
+    )  # "schedule", "chunks", "stages_per_device": those that the tuner chooses after profiling
     data_parallel: int = 1
     mesh: tuple[str, str] = MESHES[0]  # order of the mesh dimensions if there are several replicas
     chooses_replicas: bool = False  # `balance="pipedream"` chooses the replicas of each stage
@@ -318,21 +312,38 @@ def make_settings(
     options = {**OPTION_DEFAULTS, **options}
     is_any = options["schedule"] == AUTO
     order = parse_training_schedule(DEFAULT_SCHEDULE if is_any else options["schedule"])
-    per_device = parse_stages_per_device(options["stages_per_device"])
+    per_device = options["stages_per_device"]
+    if per_device is not None:
+        parse_count("stages_per_device", per_device)
     options = {**options, "chunks": chunks_of_schedule(order, options["chunks"], plan)}
     if plan is not None:
-        options = options_with_plan(options, plan)
+        options = _options_with_plan(options, plan)
     hardware = parse_hardware_option(options["hardware"])
     data = 1 if options["data_parallel"] is None else parse_count("data_parallel", options["data_parallel"])
     rows = parse_devices(options["devices"], anywhere)
     replica_workers = _workers_that_take_turns(rows, plan) if plan is not None and runs_here else ()
-    workers = tuple(own[0] for own in replica_workers) or _workers_of_replica(rows, data)
+    if not replica_workers and len(rows) % data:
+        raise ArgumentError(
+            f"data_parallel={data}: {len(rows)} devices cannot be shared out evenly; give a multiple of {data}"
+        )
+    workers = tuple(own[0] for own in replica_workers) or rows[: len(rows) // data]
     check_device_count(hardware, len(workers), data)
-    count = parse_chunks(options["chunks"], len(workers))
+    count, chunks = CHUNKS_PER_WORKER * len(workers), options["chunks"]
+    if not (isinstance(chunks, str) and chunks == AUTO):
+        count = parse_count("chunks", chunks, "'auto' or a whole number of micro-batches")
     placement = place_stages(len(workers), per_device, order, count, plan)
     if plan is not None and is_any:
         placement = plan.placement  # its stages stay where they are, and the schedule is chosen for them
-    pins, balance = _merge_pins(options["pin"], options["balance"], workers)
+    pins = {} if options["pin"] is None else parse_pins("pin", options["pin"], workers)
+    balance, budget = options["balance"], options["profile_budget"]
+    if isinstance(balance, Mapping):
+        pins = parse_pins("balance", balance, workers) | pins
+        balance = AUTO
+    if pins and not isinstance(balance, str):
+        raise ArgumentError(
+            f"balance={list(balance)!r} and pins of {', '.join(map(repr, pins))}: cut by names or "
+            "numbers, or pin; give one of them"
+        )
     is_free = options["data_parallel"] is None and plan is None and hardware is not None and len(workers) > 1
     modes = parse_checkpoint(options["checkpoint"], None if pins else len(placement))  # pins may need other stages
     return Settings(
@@ -355,7 +366,7 @@ def make_settings(
         ),
         hardware=hardware,
         profile=parse_profile_option(options["profile"]),
-        profile_budget=parse_profile_budget(options["profile_budget"]),
+        profile_budget=PROFILE_BUDGET if budget is None else parse_number("profile_budget", budget, "seconds"),
         loss=parse_loss(options["loss_fn"], options["target"]),
         deferred_batch_norm=parse_switch("deferred_batch_norm", options["deferred_batch_norm"]),
         compile=parse_compile(options["compile"]),
@@ -368,14 +379,6 @@ def make_settings(
         replica_workers=replica_workers,
         runs_here=runs_here,
     )
-
-
-def _workers_of_replica(devices: tuple[torch.device, ...], data: int) -> tuple[torch.device, ...]:
-    if len(devices) % data:
-        raise ArgumentError(
-            f"data_parallel={data}: {len(devices)} devices cannot be shared out evenly; give a multiple of {data}"
-        )
-    return devices[: len(devices) // data]
 
 
 def _workers_that_take_turns(devices: tuple[torch.device, ...], plan: Plan) -> tuple[tuple[torch.device, ...], ...]:
@@ -396,28 +399,12 @@ def _workers_that_take_turns(devices: tuple[torch.device, ...], plan: Plan) -> t
 def _options_for_tuner(
     options: Mapping[str, Any], is_any: bool, pins: Mapping[str, int], plan: Plan | None
 ) -> frozenset[str]:
-    if plan is not None:
-        return frozenset(("schedule",) if is_any else ())
-    asked = (options["checkpoint"], options["balance"])
-    is_free = (
-        is_any and options["stages_per_device"] is None and all(isinstance(one, str) for one in asked) and not pins
-    )
-    is_free = is_free and options["balance"] != "pipedream"  # its stages have separate devices
-    is_tuned = {"schedule": is_any, "chunks": options["chunks"] == AUTO, "stages_per_device": is_free}
-    return frozenset(name for name in TUNABLE_OPTIONS if is_tuned[name])
-
-
-def _merge_pins(
-    pin: Mapping[str, Any] | None, balance: Any, workers: Sequence[torch.device]
-) -> tuple[dict[str, int], Any]:
-    """Returns the pins and the balance; a balance that maps modules to devices becomes pins."""
-    pins = {} if pin is None else parse_pins("pin", pin, workers)
-    if isinstance(balance, Mapping):
-        pins = parse_pins("balance", balance, workers) | pins
-        balance = "auto"
-    if pins and not isinstance(balance, str):
-        raise ArgumentError(
-            f"balance={list(balance)!r} and pins of {', '.join(map(repr, pins))}: cut by names or "
-            "numbers, or pin; give one of them"
-        )
-    return pins, balance
+    """Returns which of "schedule", "chunks" and "stages_per_device" the tuner chooses."""
+    left = {"schedule"} if is_any else set()
+    if plan is None and options["chunks"] == AUTO:
+        left.add("chunks")
+    if plan is None and is_any and options["stages_per_device"] is None and not pins:
+        is_free = isinstance(options["checkpoint"], str) and isinstance(options["balance"], str)
+        is_free = is_free and options["balance"] != "pipedream"  # its stages have separate devices
+        left |= {"stages_per_device"} if is_free else set()
+    return frozenset(left)

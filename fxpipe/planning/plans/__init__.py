@@ -5,32 +5,6 @@ also saves and prints itself. `retarget.py` computes the figures for other sizes
 is `fxpipe.simulate`.
 """
 
-from fxpipe.planning.plans.data import (
-    Bottleneck,
-    HeaviestNode,
-    OpaqueNode,
-    PlannedSize,
-    PlannedTransfer,
-    Portal,
-    StageBytes,
-    StagePlan,
-    StageSeconds,
-    StageWork,
-    TiedParameter,
-)
 from fxpipe.planning.plans.saved_plan import Plan
 
-__all__ = [
-    "Bottleneck",
-    "HeaviestNode",
-    "OpaqueNode",
-    "Plan",
-    "PlannedSize",
-    "PlannedTransfer",
-    "Portal",
-    "StageBytes",
-    "StagePlan",
-    "StageSeconds",
-    "StageWork",
-    "TiedParameter",
-]
+__all__ = ["Plan"]

@@ -41,10 +41,6 @@ class StageBytes:
     portals_again: Polynomial = ZERO  # part of `again` that arrived through portals
     working_elsewhere: tuple[Polynomial, ...] = ()  # nodes that need more than `working` at other sizes
 
-    def working_at(self, sizes: Mapping[str, int]) -> int:
-        """Computes the largest temporary memory of a node in bytes, for sizes by name."""
-        return max(one.at(sizes) for one in (self.working, *self.working_elsewhere))
-
     def kept(self, recomputes: bool) -> Polynomial:
         """Returns the bytes of the received values that the stage keeps."""
         return self.received + self.again if recomputes else self.received
@@ -325,7 +321,11 @@ class PlanData:
 
     def _cost(self, stage: StagePlan) -> StageCost:
         here, sizes, recomputes = self.here, stage.bytes, self.recomputes(stage.index)
-        reduction, buckets = self._reduction(stage)
+        reduction, buckets, host = 0.0, 1, stage.host
+        if self.cluster is not None:
+            reduction, buckets = self.cluster.reduction(self.placement[stage.index], stage.gradient_bytes)
+        if host is not None and self.is_over_processes:
+            host = replace(host, runs_ahead=False)  # waits for its device to pass values
         portals = sizes.through_portals(recomputes).at(here)
         return StageCost(
             stage.forward_seconds,
@@ -339,10 +339,10 @@ class PlanData:
             saved_bytes=sizes.held.at(here),
             input_bytes=sizes.kept(recomputes).at(here) - portals,
             portal_bytes=portals,
-            working_bytes=sizes.working_at(here),
+            working_bytes=max(one.at(here) for one in (sizes.working, *sizes.working_elsewhere)),
             update=stage.update_seconds,
             loss=stage.loss_seconds,
-            host=self._host(stage),
+            host=host,
             reduction=reduction,
             reduction_buckets=buckets,
         )
@@ -350,18 +350,6 @@ class PlanData:
     def _version_bytes(self, stage: StagePlan) -> int:
         """Computes the bytes of all weight versions but the newest; a weight is as large as its gradient."""
         return (self.weight_versions(stage.index) - 1) * stage.gradient_bytes
-
-    def _host(self, stage: StagePlan) -> HostCost | None:
-        """Returns the host time of the actions. With processes, the host waits for its device to pass values."""
-        if stage.host is None or not self.is_over_processes:
-            return stage.host
-        return replace(stage.host, runs_ahead=False)
-
-    def _reduction(self, stage: StagePlan) -> tuple[float, int]:
-        """Computes the seconds that reduce the gradients of a stage over the replicas, and the number of buckets."""
-        if self.cluster is None:
-            return 0.0, 1
-        return self.cluster.reduction(self.placement[stage.index], stage.gradient_bytes)
 
     def as_schedule(self) -> Schedule:
         """Returns the schedule as a table: the actions of each device, in order."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from fxpipe.planning.plans.data import HeaviestNode, PlanData, Portal, StagePlan
-from fxpipe.planning.plans.host_time import shares_interpreter
+from fxpipe.planning.plans.retarget import interpreter_has_lock
 from fxpipe.scheduling import is_stream, with_updates
 from fxpipe.simulation import Simulation, simulate_schedule, simulate_stream
 
@@ -39,14 +39,10 @@ def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | 
     """Simulates a step of the plan as it will run, or a stream if its schedule is one.
 
     Within a process the receiving device copies before it computes. Between processes packets overlap with computation,
-    but packing and unpacking take time at both ends.
-
-    Args:
-        overlaps: None: as the pipe runs.
-        updates: simulate weight updates at the ends of rows. A stream always has them; if False, they take no time.
+    but packing and unpacking take time at both ends. `updates`: at the ends of rows; a stream always has them.
     """
     is_over, (costs, transfers) = plan.is_over_processes, plan.costs()
-    overlaps, shares = is_over if overlaps is None else overlaps, shares_interpreter(plan)
+    overlaps, shares = is_over if overlaps is None else overlaps, not is_over and interpreter_has_lock()
     if is_stream(plan.schedule):
         simulation = simulate_stream(
             plan.schedule,

@@ -1,11 +1,14 @@
 """A plan for other sizes, and for other hardware: the same stages with other figures.
 
 The plan has its bytes, FLOPs and operations as formulas. The cut does not change, though another one may be better.
+
+Also here: what the host needs for the actions of a stage, and the links between processes of one machine.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -14,19 +17,12 @@ from typing import TypeVar
 from fxpipe.cluster import MESHES, Cluster, Link
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Hardware, cluster_of, device_names
-from fxpipe.planning.plans.data import (
-    PlanData,
-    PlannedTransfer,
-    StagePlan,
-    StageSeconds,
-)
-from fxpipe.planning.plans.host_time import ACTION_SECONDS, LOOPBACK, reckon_host
+from fxpipe.planning.plans.data import PlanData, PlannedTransfer, StagePlan, StageSeconds, StageWork
 from fxpipe.scheduling.streams import is_stream
+from fxpipe.simulation.costs import HostCost
 from fxpipe.utils.polynomial import Polynomial, polynomial_sum
 
 PlanT = TypeVar("PlanT", bound=PlanData)
-
-# Bytes are exact at other sizes, by the plan's formulas. Seconds change by the difference of theirs.
 
 
 def resize_plan(
@@ -101,15 +97,61 @@ def _resize_transfer(way: PlannedTransfer, now: _Resizing) -> PlannedTransfer:
     return replace(way, bytes=size, seconds=way.fixed_seconds + (way.seconds - way.fixed_seconds) * times)
 
 
-# -- Overhead of an action in addition to the operations of its stage --------------------------------------------------
-#
-# Before an action computes, its worker waits at a fence, receives, and calls the stage's code or autograd; then it
-# sends and records. This Python code takes the same time for any size. On a GPU it is free while the host is ahead of
-# the device (`host_time.py`), so it counts only on the CPU.
+# -- Host time, and other hardware -------------------------------------------------------------------------------------
+
+CALL_SECONDS = 2e-6  # a call of a torch function from Python, for example a view
+OPERATION_SECONDS = 4e-6  # additional time of an operation: choose the kernel, allocate outputs, launch
+# Overhead of one action of a stage with one small operation: `make bench`, tools/bench/overhead.py.
+ACTION_SECONDS = 1e-4
+
+# Overhead of a packet between processes at each end, without the transfer: the sender gathers values, the receiver
+# waits and splits the packet. One small tensor takes 0.08 ms, four take 0.13 ms: gloo of torch 2.13, one core.
+MESSAGE_SECONDS = 1e-4
+# The link between two processes of one machine: gloo over the loopback device, packets of 10 MB, on two cores. Within
+# one process no copy is needed.
+LOOPBACK = Link(2e9, 5e-5)
+
+
+def interpreter_has_lock() -> bool:
+    """Returns True if this interpreter runs one thread at a time: all but free-threaded ones do (3.13t, 3.14t)."""
+    is_enabled = getattr(sys, "_is_gil_enabled", None)
+    return is_enabled is None or bool(is_enabled())
+
+
+def reckon_host(device: str, calls: int, work: StageWork, forward_seconds: float) -> HostCost:
+    """Estimates the host time of a stage with this number of calls; the loss belongs to the last stage.
+
+    All workers of a process run in one interpreter. An accelerator computes what its worker has queued, so a step is
+    never shorter than the Python time of all stages. On a CPU the Python time of a node is a part of its measured time;
+    only the Python part is exclusive.
+
+    The constants are times of torch 2.13 on one core at 2.5 GHz: 1 to 7 microseconds for a call on small tensors,
+    including recording for autograd (a view 0.9, a sum 1.4, a linear layer 2.9, GELU 6.1), and 3 to 6 for an operation
+    of backward. Two threads in forward take 2.1 times as long as one: torch releases the lock within each call, but
+    passing it to another thread takes as long as the call. Two threads in backward take 1.2 times as long: autograd
+    queues it in C++. Hence F holds the lock, and backward does not.
+
+    Args:
+        work: its operations; if unknown, each call counts as one operation in forward and two in backward.
+        forward_seconds: of F on the device; on a CPU it includes the Python time.
+    """
+    ahead, back, to_inputs = (sum(times for _, times in one) for one in (work.forward, work.backward, work.to_inputs))
+    if not ahead:
+        ahead, back, to_inputs = calls, 2 * calls, calls
+    loss = sum(times for _, times in work.loss)
+    forward = calls * CALL_SECONDS + (ahead + loss) * OPERATION_SECONDS
+    if device.partition(":")[0] == "cpu":
+        return HostCost(forward=min(forward, forward_seconds), action=ACTION_SECONDS)
+    return HostCost(
+        forward, back * OPERATION_SECONDS, max(0, back - to_inputs) * OPERATION_SECONDS, ACTION_SECONDS, runs_ahead=True
+    )
 
 
 def action_seconds(device: str) -> float:
     """Returns the seconds of an action on a device in addition to the operations of its stage.
+
+    Its worker waits at a fence, receives, calls the stage's code or autograd, sends and records: Python code that takes
+    the same time for any size. On a GPU it is free while the host is ahead of the device, so it counts only on the CPU.
 
     >>> action_seconds("cuda:0")
     0.0
@@ -118,11 +160,7 @@ def action_seconds(device: str) -> float:
 
 
 def retarget_plan(plan: PlanT, hardware: Hardware, cluster: Cluster | None = None) -> PlanT:
-    """Returns the plan with the figures of this hardware; its heaviest node is unknown. `cluster` None: no replicas.
-
-    Raises:
-        ArgumentError: the plan has no operations.
-    """
+    """Returns the plan with the figures of this hardware; its heaviest node is unknown. `cluster` None: no replicas."""
     if not plan.operations:
         raise ArgumentError(
             f"hardware={hardware.name!r}: the plan does not know which operations its stages run, for it was made "
@@ -209,6 +247,5 @@ def _place_transfer(
     plan: PlanData, way: PlannedTransfer, cluster: Cluster, handed_over: Link | None = None
 ) -> PlannedTransfer:
     """Places a transfer; `handed_over` is the link to use if values are passed within one process."""
-    one, other = plan.placement[way.source], plan.placement[way.target]
-    link = cluster.link(one, other) or handed_over
-    return transfer_over_link(replace(way, over=cluster.adapters(one, other)), link)
+    ends = plan.placement[way.source], plan.placement[way.target]
+    return transfer_over_link(replace(way, over=cluster.adapters(*ends)), cluster.link(*ends) or handed_over)

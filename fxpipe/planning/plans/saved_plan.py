@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,21 +69,17 @@ class Plan(PlanData):
 
     def at_sizes(self, **sizes: Sequence[int]) -> tuple[Plan, ...]:
         """Returns the same stages at each of several sizes; see `compare_sizes`."""
-        if sizes:
-            rows = self._rows_of_sizes(sizes)
-        else:
-            by_name = [[(one.name, size) for size in one.usual_sizes] for one in self.sizes]
-            rows = [dict(row) for row in dict.fromkeys(zip(*by_name, strict=True))] or [{}]
-        return tuple(self.at(**row) for row in rows)
-
-    def _rows_of_sizes(self, sizes: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
         for name, values in sizes.items():
             if isinstance(values, str) or not isinstance(values, Sequence) or not values:
                 raise ArgumentError(f"{name}={values!r}: expected the sizes to compare, as in {name}=(128, 512)")
         if len({len(values) for values in sizes.values()}) > 1:
             counts = ", ".join(f"{name} {len(values)}" for name, values in sizes.items())
             raise ArgumentError(f"sizes are compared together, so each has as many values as the others ({counts})")
-        return [dict(zip(sizes, row, strict=True)) for row in zip(*sizes.values(), strict=True)]
+        if not sizes:
+            by_name = {one.name: one.usual_sizes for one in self.sizes}
+            rows = list(dict.fromkeys(zip(*by_name.values(), strict=True))) or [()]
+            return tuple(self.at(**dict(zip(by_name, row, strict=True))) for row in rows)
+        return tuple(self.at(**dict(zip(sizes, row, strict=True))) for row in zip(*sizes.values(), strict=True))
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON.
@@ -111,7 +107,14 @@ class Plan(PlanData):
             raise ArgumentError(f"{path} is no plan of fxpipe: {why}; write one with plan.save(path)") from None
 
     def _check(self) -> None:
-        n = len(self.stages)
+        n, named = len(self.stages), [one.name for one in self.sizes]
+        works = [stage.work for stage in self.stages]
+        work = [pair for w in works for part in (w.forward, w.backward, w.to_inputs, w.loss) for pair in part]
+        has_schedule = True
+        try:
+            as_schedule_like(self.schedule)
+        except FxpipeError:
+            has_schedule = False
         ways = [*((p.source, p.target) for p in self.portals), *((s.source, s.target) for s in self.sendings)]
         wrong = {
             "stages": n == 0 or [stage.index for stage in self.stages] != list(range(n)),
@@ -119,16 +122,18 @@ class Plan(PlanData):
             "modules or shares": any({len(s.modules), len(s.shares)} - {0, len(s.nodes)} for s in self.stages),
             "placement": len(self.placement) != n or sorted({*self.placement}) != [*range(len({*self.placement}))],
             "checkpoint": len(self.modes) != n or not {*self.modes} <= {*CHECKPOINTS},
-            "schedule": not self._has_a_schedule(),
+            "schedule": not has_schedule,
             "chunks": self.chunks < 1,
             "micro_batch": self.micro_batch < 1,
             "batch": self.batch is not None and self.batch < 1,
             "portals or sendings": not all(0 <= j < n for way in ways for j in way),
             "tied": not all(0 <= j < n for tied in self.tied for j in tied.stages),
-            "work": not all(0 <= k < len(self.operations) and times > 0 for k, times in self._all_work()),
+            "work": not all(0 <= k < len(self.operations) and times > 0 for k, times in work),
             "operations": any(c < 0 for one in self.operations for p in (one.flops, one.moved) for _, c in p.terms),
             "heaviest": self.heaviest is not None and not 0 <= self.heaviest.stage < n,
-            "sizes": not self._has_usable_sizes(),
+            "sizes": len({*named}) < len(named)
+            or not all(name.isidentifier() and name != "b" for name in named)
+            or not all(1 <= one.least <= one.size <= one.largest for one in self.sizes),
             "cluster": self.cluster is not None and self.cluster.pipe != len({*self.placement}),
             "replica_devices": bool(self.replica_devices)
             and (
@@ -140,22 +145,6 @@ class Plan(PlanData):
         for name in (name for name, is_wrong in wrong.items() if is_wrong):
             raise ArgumentError(f"the plan's {name} cannot be: they do not go with its {n} stages, or are unknown")
         check_costs(*self.costs(), n)
-
-    def _has_usable_sizes(self) -> bool:
-        names = [one.name for one in self.sizes]
-        are_names = all(name.isidentifier() and name != "b" for name in names) and len({*names}) == len(names)
-        return are_names and all(1 <= one.least <= one.size <= one.largest for one in self.sizes)
-
-    def _all_work(self) -> Iterator[tuple[int, int]]:
-        for stage in self.stages:
-            yield from (*stage.work.forward, *stage.work.backward, *stage.work.to_inputs, *stage.work.loss)
-
-    def _has_a_schedule(self) -> bool:
-        try:
-            as_schedule_like(self.schedule)
-        except FxpipeError:
-            return False
-        return True
 
     def __str__(self) -> str:
         from fxpipe.inspect.plan_text import plan_text

@@ -106,7 +106,9 @@ def simulate(
         sizes=sizes,
     )
     if loss_seconds is not None:
-        variant = _with_loss(variant, loss_seconds)
+        seconds = parse_number("loss_seconds", loss_seconds, "seconds of the loss of a micro-batch")
+        *others, last = variant.stages
+        variant = replace(variant, stages=(*others, replace(last, loss_seconds=seconds)))
     if updates is not None and not isinstance(updates, bool):
         raise ArgumentTypeError(f"updates={updates!r}: expected True or False")
     if updates and variant.turns and not is_stream(variant.schedule):
@@ -120,24 +122,6 @@ def simulate(
             "after it, as `update_seconds` tells; leave updates out, or give processes=False"
         )
     return simulate_step(variant, overlaps, updates)
-
-
-def _with_processes(plan: Plan, processes: bool) -> Plan:
-    if not isinstance(processes, bool):
-        raise ArgumentTypeError(f"processes={processes!r}: expected True or False")
-    plan = replace(plan, processes=processes)
-    if plan.is_over_processes and not processes:
-        raise ArgumentError(
-            "processes=False: devices in several nodes, and those of several replicas, are in processes of their own; "
-            "leave processes out"
-        )
-    return plan
-
-
-def _with_loss(plan: Plan, seconds: Any) -> Plan:
-    seconds = parse_number("loss_seconds", seconds, "seconds of the loss of a micro-batch")
-    *others, last = plan.stages
-    return replace(plan, stages=(*others, replace(last, loss_seconds=seconds)))
 
 
 def vary_plan(
@@ -160,34 +144,45 @@ def vary_plan(
             "fxpipe.Plan.load(path) give it"
         )
     data = _replicas(plan, data_parallel)
-    plan = _share_of_replica(plan, data)
-    order = as_schedule_like(plan.schedule if schedule is None else schedule)
-    count = _chunks(plan, order, schedule is not None, chunks)
-    modes = plan.checkpoint if checkpoint is None else _modes(checkpoint)
-    samples = _batch(plan, batch, resizes=count != plan.chunks)
+    if plan.batch is not None and data != plan.data_parallel:
+        plan = replace(plan, batch=replica_batch(plan.batch * plan.data_parallel, data))
+    order, count = as_schedule_like(plan.schedule if schedule is None else schedule), plan.chunks
+    if chunks is not None:
+        count = parse_count("chunks", chunks, "a whole number of micro-batches")
+    elif order == "pipedream" and plan.schedule != order:
+        count = 1  # as in `fxpipe.pipeline`
+    elif schedule is not None and isinstance(order, Schedule):
+        count = order.micro_batches
+    modes: Any = plan.checkpoint if checkpoint is None else checkpoint
+    if isinstance(modes, Sequence) and not isinstance(modes, str):
+        modes = tuple(modes)
+    samples = plan.batch
+    if batch is not None:
+        samples = parse_count("batch", batch, "a whole number of samples")
+    elif samples is None and count != plan.chunks:
+        samples = plan.micro_batch * plan.chunks
     m = count if samples is None else min(count, samples)
     _check_schedule(plan, order, m, modes)
     size = plan.micro_batch if samples is None else largest_micro_batch(samples, count)
     variant = resize_plan(plan, size, modes, plan.check_sizes(sizes))
-    variant = replace(
-        variant,
-        schedule=schedule_text(order, m, plan.placement),
-        chunks=count,
-        batch=samples if samples else plan.batch,
-    )
+    text = schedule_text(order, m, plan.placement)
+    variant = replace(variant, schedule=text, chunks=count, batch=samples if samples else plan.batch)
     variant = _on_devices(variant, None if hardware is None else parse_hardware(hardware), data, mesh)
-    return variant if processes is None else _with_processes(variant, processes)
+    if processes is None:
+        return variant
+    if not isinstance(processes, bool):
+        raise ArgumentTypeError(f"processes={processes!r}: expected True or False")
+    variant = replace(variant, processes=processes)
+    if variant.is_over_processes and not processes:
+        raise ArgumentError(
+            "processes=False: devices in several nodes, and those of several replicas, are in processes of their own; "
+            "leave processes out"
+        )
+    return variant
 
 
 def _replicas(plan: Plan, data_parallel: int | None) -> int:
     return plan.data_parallel if data_parallel is None else parse_count("data_parallel", data_parallel)
-
-
-def _share_of_replica(plan: Plan, data: int) -> Plan:
-    """Returns the plan for the part of its mini-batch that one of `data` replicas has."""
-    if plan.batch is None or data == plan.data_parallel:
-        return plan
-    return replace(plan, batch=replica_batch(plan.batch * plan.data_parallel, data))
 
 
 def _on_devices(plan: Plan, hardware: Hardware | None, data: int, mesh: Sequence[str] | None) -> Plan:
@@ -210,45 +205,19 @@ def _on_devices(plan: Plan, hardware: Hardware | None, data: int, mesh: Sequence
     return plan if cluster == plan.cluster else place_plan(plan, cluster)
 
 
-def _chunks(plan: Plan, order: ScheduleLike, is_other: bool, asked: int | None) -> int:
-    """Returns the number of micro-batches: as given, or of a custom table, or of the plan; 1 for PipeDream."""
-    if asked is None:
-        if order == "pipedream" and plan.schedule != order:
-            return 1  # as in `fxpipe.pipeline`
-        return order.micro_batches if is_other and isinstance(order, Schedule) else plan.chunks
-    return parse_count("chunks", asked, "a whole number of micro-batches")
-
-
-def _batch(plan: Plan, asked: int | None, resizes: bool) -> int | None:
-    """Returns the samples of the mini-batch; None if unknown and not needed."""
-    if asked is not None:
-        return parse_count("batch", asked, "a whole number of samples")
-    if plan.batch is None and resizes:
-        return plan.micro_batch * plan.chunks
-    return plan.batch
-
-
-def _modes(checkpoint: str | Sequence[str]) -> str | tuple[str, ...]:
-    return checkpoint if isinstance(checkpoint, str) or not isinstance(checkpoint, Sequence) else tuple(checkpoint)
-
-
 def _check_schedule(plan: Plan, order: ScheduleLike, m: int, modes: str | tuple[str, ...]) -> None:
     """Raises an error with a remedy if the schedule does not support the plan's placement."""
+    n = len(plan.stages)
     try:
-        make_schedule(order, len(plan.stages), m, modes, plan.placement)
+        make_schedule(order, n, m, modes, plan.placement)
     except ArgumentError as error:
-        if isinstance(order, str) and SCHEDULES[order].has_fixed_placement and not _fits_placement(order, plan):
-            raise ArgumentError(
-                f"schedule={order!r} cannot run over this plan, whose {len(plan.stages)} stages are on devices "
-                f"{plan.placement}: it needs other stages on other devices; plan for it: "
-                f"fxpipe.plan(model, ..., schedule={order!r})"
-            ) from error
+        if isinstance(order, str) and SCHEDULES[order].has_fixed_placement:
+            try:
+                make_schedule(order, n, 1, placement=plan.placement)
+            except ArgumentError:
+                raise ArgumentError(
+                    f"schedule={order!r} cannot run over this plan, whose {n} stages are on devices {plan.placement}: "
+                    "it needs other stages on other devices; plan for it: "
+                    f"fxpipe.plan(model, ..., schedule={order!r})"
+                ) from error
         raise
-
-
-def _fits_placement(name: str, plan: Plan) -> bool:
-    try:
-        make_schedule(name, len(plan.stages), 1, placement=plan.placement)
-    except ArgumentError:
-        return False
-    return True

@@ -7,21 +7,47 @@ for micro-batches of equal size.
 (1, 2, 4, 8, 16, 32)
 >>> chunks_for_batch(120, most=40)
 (1, 2, 4, 8, 15, 30)
+
+A cut depends on the placement of stages, the size of micro-batches and recomputation, and on the schedule only if
+memory is limited. So each cut is computed once for all candidates that can use it. Two sizes with the same cut share
+its plan, which has figures for any size.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
+from typing import Any, TypeAlias
 
 from fxpipe.cluster import MESHES
 from fxpipe.errors import ArgumentError
+from fxpipe.partitioning import block_partition
+from fxpipe.planning.cost_model import planned_workers
+from fxpipe.planning.options.parse import place_stages
+from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.passes import PreparedGraph, ProfiledModel, cut_profiled, prepare_cut
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.plans.simulate_plan import simulate
-from fxpipe.scheduling import SCHEDULES, ScheduleLike, check_placement
-from fxpipe.simulation import Simulation
+from fxpipe.planning.plans.retarget import action_seconds
+from fxpipe.planning.plans.simulate_plan import simulate, vary_plan
+from fxpipe.scheduling import (
+    SCHEDULES,
+    Schedule,
+    ScheduleLike,
+    check_placement,
+    is_stream,
+    make_schedule,
+    micro_batches_in_flight,
+)
+from fxpipe.simulation import Simulation, StageCost, simulate_schedule, simulate_stream
+from fxpipe.tracing.node_info import bytes_at
+from fxpipe.tracing.tensors import tensor_bytes
+from fxpipe.utils.batch_split import largest_micro_batch, micro_batch_sizes
+from fxpipe.utils.text_table import show_as_printed
+from fxpipe.utils.units import count_text, human_bytes
 
 NEAR_POWER = 2**0.5  # numbers within this factor of a power of two are near it
 MAX_CHUNKS_PER_WORKER = 32  # micro-batches for each worker: with more there is nearly no bubble left
@@ -40,15 +66,12 @@ class Candidate:
 
 
 def candidates_of_model(
-    schedules: Sequence[ScheduleLike], chunks: Sequence[int], stages_per_device: Sequence[int]
+    schedules: Sequence[ScheduleLike], chunks: Iterable[int], stages_per_device: Sequence[int]
 ) -> Iterator[Candidate]:
     """Yields the candidates of a model: all combinations that each schedule supports."""
-    for schedule in schedules:
-        for each in stages_per_device:
-            if isinstance(schedule, str) and not SCHEDULES[schedule].takes(each):
-                continue
-            for count in chunks:
-                yield Candidate(schedule, count, each)
+    for schedule, each, count in product(schedules, stages_per_device, chunks):
+        if not isinstance(schedule, str) or SCHEDULES[schedule].takes(each):
+            yield Candidate(schedule, count, each)
 
 
 def candidates_of_plan(plan: Plan, schedules: Sequence[str], chunks: Sequence[int]) -> Iterator[Candidate]:
@@ -64,13 +87,214 @@ def chunks_for_batch(batch: int, most: int) -> tuple[int, ...]:
     """Returns numbers of micro-batches for mini-batches of `batch` samples, at most `most`."""
     divisors = [d for d in range(1, batch + 1) if batch % d == 0]
     counts = []
-    power = 1
-    while power <= batch:
+    for power in (2**k for k in range(batch.bit_length())):
         near = [d for d in divisors if power / NEAR_POWER < d < power * NEAR_POWER]
-        counts.append(min(near, key=lambda d: (abs(d - power), d), default=power))
-        power *= 2
+        counts.append(min(((abs(d - power), d) for d in near), default=(0, power))[1])
     counts.append(batch)
     return tuple(count for count in dict.fromkeys(counts) if count <= max(1, most))
+
+
+# -- The plans that a tuner simulates ----------------------------------------------------------------------------------
+
+CheckpointMode: TypeAlias = "str | tuple[str, ...]"  # for all stages, or one for each
+
+
+@dataclass
+class ModelPlans:
+    """Plans of a profiled model, for candidates of one replica."""
+
+    profiled: ProfiledModel
+    settings: Settings  # everything that does not differ between candidates
+    reckons_recompute: bool = False  # `bound_without_sending` includes the recomputation that memory requires
+    _cuts: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by the inputs of the cut
+    _same: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by the cut itself
+    _nodes: dict[int, list[StageCost]] = field(default_factory=dict)  # by samples
+
+    @property
+    def devices(self) -> int:
+        return len(self.settings.workers)
+
+    @property
+    def batch(self) -> int:
+        return self.profiled.batch
+
+    def plan(self, candidate: Candidate, mode: CheckpointMode, is_limited: bool = False) -> Plan:
+        """Returns the plan for stages with this checkpoint mode, or raises a FxpipeError.
+
+        It ignores memory limits, or with `is_limited` fits; then mode "auto" chooses the modes.
+        """
+        settings = self._settings(candidate)
+        has_modes = not isinstance(settings.checkpoint, str)
+        if not is_limited:
+            settings = replace(settings, memory_limits=(None,) * len(settings.workers))
+        if not has_modes:  # if all but the last micro-batch are recomputed, stages are balanced for these
+            settings = replace(settings, checkpoint=mode if is_limited or mode == "never" else "always")
+        graph = self._prepared(settings)
+        return _variant(
+            graph.plan, candidate, self.profiled.batch, graph.plan.checkpoint if has_modes or mode == "auto" else mode
+        )
+
+    def bound(self, candidate: Candidate) -> float:
+        """Computes a lower bound on the seconds of a step: all work shared evenly, or one micro-batch in all stages."""
+        if self.settings.replicas:
+            return 0.0  # no bound: each replica has only a part of the micro-batches
+        m = min(candidate.chunks, self.profiled.batch)
+        nodes = self._fastest(largest_micro_batch(self.profiled.batch, m))
+        total = math.fsum(cost.forward + cost.backward for cost in nodes)
+        even = m * total / len(self.settings.workers)
+        if is_stream(candidate.schedule):  # mini-batches overlap, so no step waits for a micro-batch to pass all stages
+            return even * (1 - 1e-9)
+        return max(even, total - math.fsum(cost.weight or 0.0 for cost in nodes)) * (1 - 1e-9)  # sums are rounded
+
+    def bound_without_sending(self, candidate: Candidate) -> float:
+        """Computes the seconds of a step with the most even stages, no transfers, and the least recomputation."""
+        settings, batch = self.settings, self.profiled.batch
+        if settings.replicas:
+            return 0.0
+        m = min(candidate.chunks, batch)
+        placement = self._settings(candidate).placement
+        nodes = self._fastest(largest_micro_batch(batch, m))
+        lengths = block_partition([cost.forward + cost.backward for cost in nodes], len(placement))
+        starting = min(map(action_seconds, settings.figure_devices))
+        schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement)
+        again = self._recomputed_share(schedule, largest_micro_batch(batch, m))
+        gradient_bytes = sum(size for size, is_trained in self._parameters if is_trained) // len(placement)
+        stages = []
+        for k, length, end in zip(placement, lengths, accumulate(lengths), strict=True):
+            own = nodes[end - length : end]
+            forward, backward = math.fsum(cost.forward for cost in own), math.fsum(cost.backward for cost in own)
+            weight = min(backward, math.fsum(cost.weight or 0.0 for cost in own))  # sums are rounded
+            stage = StageCost(forward, backward + again * forward, weight=weight, action=starting)
+            if settings.cluster is not None:
+                seconds, buckets = settings.cluster.reduction(k, gradient_bytes)
+                stage = replace(stage, reduction=seconds, reduction_buckets=buckets)
+            stages.append(stage)
+        if is_stream(candidate.schedule):
+            return simulate_stream(schedule.name, stages, micro_batches=m).step_seconds
+        return simulate_schedule(schedule, stages).step_seconds
+
+    def _recomputed_share(self, schedule: Schedule, samples: int) -> float:
+        """Estimates the share of stages that must recompute, if saved memory is as even as the stages' seconds."""
+        if not self.reckons_recompute or self.settings.checkpoint == "never":
+            return 0.0
+        limits = [worker.memory for worker in planned_workers(self.settings)]
+        traced, profile = self.profiled.traced, self.profiled.profiles[0]
+        saved = sum(bytes_at(one.bytes, traced.batch, samples, profile.lengths) for one in profile.saved)
+        flights = micro_batches_in_flight(schedule)
+        kept = saved * sum(flights) / len(flights)
+        if None in limits or not kept:
+            return 0.0
+        spare = sum(limit or 0.0 for limit in limits) - self._lasting_bytes()
+        return min(1.0, max(0.0, 1 - spare / kept))
+
+    def prepared(self, plan: Plan) -> PreparedGraph:
+        """Returns the prepared graph for a plan of this source."""
+        nodes = [stage.nodes for stage in plan.stages]
+        graph = next(
+            one
+            for one in self._same.values()
+            if one.plan.placement == plan.placement and [stage.nodes for stage in one.plan.stages] == nodes
+        )
+        schedule = next((c for c in (self.settings.schedule,) if not isinstance(c, str)), plan.schedule)
+        settings = replace(graph.settings, schedule=schedule, chunks=plan.chunks, checkpoint=plan.checkpoint)
+        return replace(graph, plan=plan, settings=settings)
+
+    @functools.cached_property
+    def _parameters(self) -> list[tuple[int, bool]]:
+        """Bytes of each parameter, and is it trained."""
+        return [(tensor_bytes(one), one.requires_grad) for one in self.profiled.traced.model.parameters()]
+
+    def _lasting_bytes(self) -> float:
+        """Computes the bytes of parameters, gradients and optimizer state."""
+        state = 1 + self.settings.optimizer_state
+        return sum(size * (1 + state if is_trained else 1) for size, is_trained in self._parameters)
+
+    def lasting_shortage(self) -> str:
+        """Describes a replica's shortage of memory for what lasts; empty if it fits."""
+        limits = [worker.memory for worker in planned_workers(self.settings)]
+        lasting, together = self._lasting_bytes(), sum(limit or 0.0 for limit in limits)
+        if None in limits or lasting <= together:
+            return ""
+        return (
+            f"parameters, gradients and optimizer state take {human_bytes(lasting)}, and the "
+            f"{count_text(len(limits), 'device')} of a replica have {human_bytes(together)}"
+        )
+
+    def _settings(self, candidate: Candidate) -> Settings:
+        for size in micro_batch_sizes(self.profiled.batch, candidate.chunks):
+            if not self.profiled.traced.holds_at(size):
+                raise ArgumentError(f"micro-batches of {size} run another graph")
+        workers, each, nodes = len(self.settings.workers), candidate.stages_per_device, len(self.profiled.traced.nodes)
+        if workers * each > nodes:
+            raise ArgumentError(f"{workers * each} stages need as many nodes, and the graph has {nodes}")
+        placement = place_stages(workers, each, candidate.schedule, candidate.chunks, None)
+        return replace(self.settings, schedule=candidate.schedule, chunks=candidate.chunks, placement=placement)
+
+    def _prepared(self, settings: Settings) -> PreparedGraph:
+        # A cut depends on the schedule only if memory is limited or there are pins.
+        batch, is_limited = self.profiled.batch, any(limit is not None for limit in settings.memory_limits or (1,))
+        of_schedule = settings.schedule if is_limited or settings.pins else None
+        samples = settings.largest_micro_batch(batch)
+        key = (settings.placement, samples, settings.checkpoint, of_schedule, is_limited)
+        if key not in self._cuts:
+            cut = cut_profiled(self.profiled, settings, explains=False)
+            same = (cut.starts, cut.settings.placement, cut.recompute)
+            if same not in self._same:
+                self._same[same] = prepare_cut(cut, batch, settings)
+            self._cuts[key] = self._same[same]
+        return self._cuts[key]
+
+    def _fastest(self, samples: int) -> list[StageCost]:
+        """Returns the costs of nodes for micro-batches of `samples` samples, each on the fastest device for it."""
+        if samples not in self._nodes:
+            rows = zip(*(profile.nodes for profile in self.profiled.profiles_for(self.settings)), strict=True)
+            fastest = (min(row, key=lambda cost: (cost.forward + cost.backward).at(samples)) for row in rows)
+            self._nodes[samples] = [
+                StageCost(cost.forward.at(samples), cost.backward.at(samples), weight=cost.weight.at(samples))
+                for cost in fastest
+            ]
+        return self._nodes[samples]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVariants:
+    """Variants of a plan that keep its stages, so they have no bounds and no cuts within limits; see `ModelPlans`."""
+
+    base: Plan
+    batch: int
+
+    @property
+    def devices(self) -> int:
+        return len(self.base.workers)
+
+    def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
+        return _variant(self.base, candidate, self.batch, mode)
+
+
+PlanSource: TypeAlias = ModelPlans | PlanVariants
+
+
+def _variant(plan: Plan, candidate: Candidate, batch: int, modes: CheckpointMode) -> Plan:
+    return vary_plan(plan, schedule=candidate.schedule, chunks=candidate.chunks, checkpoint=modes, batch=batch)
+
+
+def with_memory_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:
+    """Returns the plan with a memory limit for each stage; stages share a device's memory in proportion to need."""
+    shared = len({*plan.placement}) < len(plan.placement)
+    needs = [float(plan.memory(stage.index, plan.micro_batch)) if shared else 1.0 for stage in plan.stages]
+    stages = []
+    for stage, need, k in zip(plan.stages, needs, plan.placement, strict=True):
+        whole = limits[k]
+        together = math.fsum(other for other, place in zip(needs, plan.placement, strict=True) if place == k)
+        share = 1.0 if plan.placement.count(k) == 1 or not together else need / together
+        stages.append(replace(stage, memory_limit=None if whole is None else int(whole * share)))
+    return replace(plan, stages=tuple(stages))
+
+
+def memory_limits_of(plan: Plan) -> list[float | None]:
+    """Returns the memory limit of each worker: the sum over its stages."""
+    firsts = {k: rows[0] for k, rows in zip(plan.placement, plan.stage_rows, strict=True)}
+    return [plan.memory_limits[firsts[k]] for k in range(len(plan.workers))]
 
 
 # -- The result of each candidate: a row of the table, and the order of rows -------------------------------------------
@@ -126,14 +350,26 @@ class CandidateResult:
 
 
 @dataclass(frozen=True, slots=True)
-class TuningData:
-    """The result of a tuner: a row for each candidate, and the chosen row."""
+class Tuning:
+    """The candidates of `fxpipe.tune`, and the best one. `print` shows them as a table."""
 
     best: CandidateResult
-    rows: tuple[CandidateResult, ...]  # fitting rows first, by the seconds of a step
+    rows: tuple[CandidateResult, ...]  # a row for each candidate: fitting ones first, by the seconds of a step
     batch: int  # samples of the mini-batch, of all replicas
     devices: tuple[str, ...]  # by worker, of one replica
     estimated_for: str = ""  # the hardware for which the seconds were estimated; empty if they were measured
+
+    def __str__(self) -> str:
+        from fxpipe.inspect.tuning_text import tuning_text
+
+        return tuning_text(self)
+
+    _repr_pretty_ = show_as_printed
+
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.tuning_text import tuning_html
+
+        return tuning_html(self)
 
 
 def rank_fitting(rows: Iterable[CandidateResult]) -> list[CandidateResult]:

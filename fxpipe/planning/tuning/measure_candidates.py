@@ -21,8 +21,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.candidate_plans import ModelPlans
-from fxpipe.planning.tuning.candidates import CandidateResult
+from fxpipe.planning.tuning.candidates import CandidateResult, ModelPlans
 from fxpipe.tracing.model_state import preserve_rng, preserve_state, slots_of, without_gradients
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.utils import accelerator
@@ -51,16 +50,24 @@ def measure_steps(
     reduction: str,
 ) -> tuple[CandidateResult, ...]:
     """Returns the rows, with the median seconds of measured steps for the contestants."""
-    profiled = plans.profiled
-    args, kwargs = _inputs_of_size(plans, inputs)
+    traced, batch = plans.profiled.traced, plans.profiled.batch
+    leaves, spec = flatten(inputs)
+    args, kwargs = inputs
+    if traced.batch_of(leaves) != batch:  # repeats samples if there are too few
+        args, kwargs = pytree.tree_unflatten(take_samples(traced, leaves, 0, batch), spec)
+
+    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+        count = tensor.shape[0]
+        return tensor if count == batch else tensor[torch.arange(batch, device=tensor.device) % count]
+
     arguments: dict[str, Any] = {"loss_fn": default_loss}
     if loss_fn is not None or target is not None:
-        target_of_batch = _target_of_size(target, profiled.batch)
+        target_of_batch = map_tensor_leaves(repeated, target)
         arguments = {"loss_fn": loss_fn, "target": target_of_batch, "reduction": reduction}
     # A loss module may have parameters and buffers, which must be restored.
     loss_modules = (loss_fn,) if isinstance(loss_fn, nn.Module) else ()
     seconds: dict[int, list[float]] = {k: [] for k in range(len(contestants))}
-    model = profiled.traced.model
+    model = traced.model
     with (
         _restore_all((model, *loss_modules), (inputs, target)),
         contextlib.ExitStack() as stack,
@@ -108,41 +115,12 @@ def _restore_all(modules: Sequence[nn.Module], inputs: Any) -> Iterator[None]:
             for module in modules:
                 stack.enter_context(without_gradients(module))
                 stack.enter_context(preserve_state(module))
-                stack.enter_context(_restore_devices(module))
+                slots = [tensor for tensor in slots_of(module).values() if not tensor.is_inference()]
+                for tensor in slots:  # back onto its device
+                    stack.callback(replace_data, tensor, tensor.data)
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             yield
     finally:
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient
-
-
-@contextlib.contextmanager
-def _restore_devices(module: nn.Module) -> Iterator[None]:
-    before = [(tensor, tensor.data) for tensor in slots_of(module).values() if not tensor.is_inference()]
-    try:
-        yield
-    finally:
-        for tensor, data in before:
-            replace_data(tensor, data)
-
-
-def _inputs_of_size(
-    plans: ModelPlans, inputs: tuple[tuple[Any, ...], dict[str, Any]]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the example inputs as a mini-batch of the profiled size; repeats samples if there are too few."""
-    traced, batch = plans.profiled.traced, plans.profiled.batch
-    leaves, spec = flatten(inputs)
-    if traced.batch_of(leaves) == batch:
-        return inputs
-    args, kwargs = pytree.tree_unflatten(take_samples(traced, leaves, 0, batch), spec)
-    return args, kwargs
-
-
-def _target_of_size(target: Any, batch: int) -> Any:
-    def part(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape[0] == batch:
-            return tensor
-        return tensor[torch.arange(batch, device=tensor.device) % tensor.shape[0]]
-
-    return map_tensor_leaves(part, target)

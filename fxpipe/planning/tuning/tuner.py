@@ -4,48 +4,57 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 
-from fxpipe.cluster import MESHES, replica_batch
+from fxpipe.cluster import MESHES, parse_mesh, replica_batch
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
+from fxpipe.hardware import planned_devices
 from fxpipe.planning.cost_model import planned_workers, with_memory_at_hand
-from fxpipe.planning.options.parse import BALANCES, Devices, parse_choices, parse_memory_limit, parse_switch
+from fxpipe.planning.options.parse import (
+    BALANCES,
+    COMPARED_SCHEDULES,
+    DROP_IN_SCHEDULE,
+    TRAINING_SCHEDULES,
+    Devices,
+    parse_choices,
+    parse_devices,
+    parse_hardware_option,
+    parse_memory_limit,
+    parse_switch,
+)
 from fxpipe.planning.options.pipeline_options import (
     OPTION_DEFAULTS,
     TRACING_OPTIONS,
     ModelOptions,
     Settings,
     is_default,
+    make_settings,
     shows_options,
 )
-from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES, DROP_IN_SCHEDULE, TRAINING_SCHEDULES
-from fxpipe.planning.passes import ProfiledModel, holds_for_chunks, trace_and_profile
+from fxpipe.planning.passes import ProfiledModel, batch_of_replica, holds_for_chunks, trace_and_profile
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.candidate_plans import (
-    FORWARDS_OF_REPLICA,
-    LEAST_GAIN_OF_REPLICATION,
-    PlanSource,
-    PlanVariants,
-    ReplicaOptions,
-    memory_limits_of,
-    with_memory_limits,
-)
 from fxpipe.planning.tuning.candidate_search import MemoryLimits, search_candidates, shortage_message
 from fxpipe.planning.tuning.candidates import (
     MAX_CHUNKS_PER_WORKER,
     TRIED_STAGES_PER_DEVICE,
     Candidate,
     CandidateResult,
+    ModelPlans,
+    PlanSource,
+    PlanVariants,
+    Tuning,
     candidates_of_model,
     candidates_of_plan,
     chunks_for_batch,
+    memory_limits_of,
     order_for_table,
     rank_fitting,
+    with_memory_limits,
 )
-from fxpipe.planning.tuning.tuning_result import Tuning
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.output_combination import needing_all
@@ -144,7 +153,12 @@ def tune(
         each = None if stages_per_device is None else _parse_counts("stages_per_device", stages_per_device)
         size = None if batch_size is None else parse_count("batch_size", batch_size)
         if isinstance(model_or_plan, Plan):
-            _check_beside_plan(arguments)
+            for name, parameter in inspect.signature(tune).parameters.items():
+                is_of_model = name in arguments and name not in PLAN_ARGUMENTS
+                if is_of_model and not is_default(arguments[name], parameter.default):
+                    raise ArgumentError(
+                        f"{name} beside a plan, which has its stages: give the model, or leave {name} out"
+                    )
             return _tune_plan(model_or_plan, size, memory_limit, names, counts, modes)
         if not isinstance(model_or_plan, nn.Module):
             raise ArgumentTypeError(
@@ -156,20 +170,20 @@ def tune(
             raise ArgumentError(f"balance={balance!r}: expected {', '.join(map(repr, BALANCES))}; tune cuts by itself")
         if measure and hardware is not None:
             raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
-        ways = ReplicaOptions.of(
-            {**options, "balance": balance, "processes": processes},
-            devices,
-            data_parallel,
-            mesh,
-        )
+        common = {**options, "balance": balance, "processes": processes}
+        ways = ReplicaOptions.of(common, devices, data_parallel, mesh)
         settings = with_memory_at_hand(ways.settings_for(ways.counts[-1]), model_or_plan)
-        if (
-            measure and options.get("profile") is not None
-        ):  # the loss is for measuring, also where the profile knows none
+        if measure and options.get("profile") is not None:  # the loss is for measuring, the profile may not know it
             settings = replace(settings, loss=None)
         kwargs = example_kwargs or {}
         whole = replace(settings, data_parallel=1, chunks=settings.chunks * settings.data_parallel)
-        profiled = _for_batch_size(trace_and_profile(model_or_plan, example_args, kwargs, whole), size)
+        profiled = trace_and_profile(model_or_plan, example_args, kwargs, whole)
+        if size not in (None, profiled.batch) and not profiled.traced.holds_at(size):
+            raise ArgumentError(
+                f"batch_size={size}: forward reads the batch size, and mini-batches of {size} run another graph than "
+                f"the example of {profiled.batch}: give example_args of {size} samples"
+            )
+        profiled = replace(profiled, batch=size or profiled.batch)
         others = {
             name: arguments[name]
             for name in TRACING_OPTIONS
@@ -180,16 +194,8 @@ def tune(
         plans = ways.plans_of(profiled, settings.memory_at_hand)
         longest = max(plans.values(), key=lambda one: one.devices)
         limits: MemoryLimits = [worker.memory for worker in planned_workers(longest.settings)]
-        rows = _search_all(
-            lambda count: candidates_of_model(names, count, each or TRIED_STAGES_PER_DEVICE),
-            plans,
-            limits,
-            counts,
-            modes,
-            others,
-        )
-        if not any(row.fits for row in rows):
-            raise _nothing_fits_error(rows, limits)
+        each = each or TRIED_STAGES_PER_DEVICE
+        rows = _search_all(lambda count: candidates_of_model(names, count, each), plans, limits, counts, modes, others)
         rows = _check_best(rows, MEASURED_CANDIDATES if measure else 1, profiled, example_args, kwargs, settings)
         if measure:
             from fxpipe.planning.tuning.measure_candidates import measure_steps  # needs pipes
@@ -197,13 +203,6 @@ def tune(
             best, loss = rank_fitting(rows)[:MEASURED_CANDIDATES], (options.get("loss_fn"), options.get("target"))
             rows = measure_steps(rows, best, longest, (example_args, kwargs), *loss, reduction)
         return _tuning_of_rows(rows, limits, profiled.batch)
-
-
-def _check_beside_plan(arguments: Mapping[str, Any]) -> None:
-    """Raises `ArgumentError` if an argument is given that does not apply to a plan."""
-    for name, parameter in inspect.signature(tune).parameters.items():
-        if name in arguments and name not in PLAN_ARGUMENTS and not is_default(arguments[name], parameter.default):
-            raise ArgumentError(f"{name} beside a plan, which has its stages: give the model, or leave {name} out")
 
 
 def _tune_plan(
@@ -221,16 +220,8 @@ def _tune_plan(
     mesh = MESHES[0] if plan.cluster is None else plan.cluster.mesh
     own_limits = parse_memory_limit(memory_limit, len(plan.workers))
     limits: MemoryLimits = memory_limits_of(plan) if own_limits is None else own_limits
-    rows = _search_all(
-        lambda count: candidates_of_plan(plan, names, count),
-        {(data, mesh): PlanVariants(plan, batch)},
-        limits,
-        counts,
-        modes,
-        {},
-    )
-    if not any(row.fits for row in rows):
-        raise _nothing_fits_error(rows, limits)
+    plans = {(data, mesh): PlanVariants(plan, batch)}
+    rows = _search_all(lambda count: candidates_of_plan(plan, names, count), plans, limits, counts, modes, {})
     return _tuning_of_rows(rows, limits, batch * data)
 
 
@@ -245,13 +236,14 @@ def _search_all(
     """Returns the rows for `plans`, by (number of replicas, mesh); tries more micro-batches only if nothing fits."""
     rows: tuple[CandidateResult, ...] = ()
     is_one = len(plans) == 1
-    for is_usual in (True, False):
-        tried = [
-            replace(candidate, data_parallel=data, mesh=mesh)
-            for (data, mesh), source in plans.items()
-            for candidate in of(_chunks_to_try(source, counts, is_usual))
-            if is_one or source.devices * candidate.stages_per_device * candidate.chunks <= FORWARDS_OF_REPLICA
-        ]
+    for is_usual in (True, False) if counts is None else (True,):
+        tried = []
+        for (data, mesh), source in plans.items():
+            most = MAX_CHUNKS_PER_WORKER * source.devices
+            usual = [count for count in chunks_for_batch(source.batch, source.batch) if (count <= most) == is_usual]
+            for one in of(usual if counts is None else counts):
+                if is_one or source.devices * one.stages_per_device * one.chunks <= FORWARDS_OF_REPLICA:
+                    tried.append(replace(one, data_parallel=data, mesh=mesh))
         with bar("tuning", len(tried), "candidates") as step:
             rows += search_candidates(
                 tried,
@@ -264,15 +256,13 @@ def _search_all(
                 step=step,
             )
         if any(row.fits for row in rows):
-            break
-    return rows
-
-
-def _chunks_to_try(plans: PlanSource, counts: Sequence[int] | None, is_usual: bool) -> list[int]:
-    if counts is not None:
-        return list(counts) if is_usual else []
-    most = MAX_CHUNKS_PER_WORKER * plans.devices
-    return [count for count in chunks_for_batch(plans.batch, plans.batch) if (count <= most) == is_usual]
+            return rows
+    if any(row.plan is not None for row in rows):
+        raise MemoryLimitError(shortage_message(rows, limits))
+    whys = dict.fromkeys(row.why for row in rows)
+    raise ArgumentError(
+        "nothing can be tried: " + ("; ".join(whys) or "no schedule goes with stages_per_device; leave it out")
+    )
 
 
 def _tuning_of_rows(rows: Sequence[CandidateResult], limits: MemoryLimits, batch: int) -> Tuning:
@@ -281,26 +271,6 @@ def _tuning_of_rows(rows: Sequence[CandidateResult], limits: MemoryLimits, batch
     limited = replace(best, plan=with_memory_limits(best.plan, limits))
     ordered = order_for_table(limited if row is best else row for row in rows)
     return Tuning(limited, ordered, batch, best.plan.workers, best.plan.estimated_for)
-
-
-def _nothing_fits_error(rows: Sequence[CandidateResult], limits: MemoryLimits) -> ArgumentError | MemoryLimitError:
-    if any(row.plan is not None for row in rows):
-        return MemoryLimitError(shortage_message(rows, limits))
-    whys = dict.fromkeys(row.why for row in rows)
-    return ArgumentError(
-        "nothing can be tried: " + ("; ".join(whys) or "no schedule goes with stages_per_device; leave it out")
-    )
-
-
-def _for_batch_size(profiled: ProfiledModel, size: int | None) -> ProfiledModel:
-    if size is None or size == profiled.batch:
-        return profiled
-    if not profiled.traced.holds_at(size):
-        raise ArgumentError(
-            f"batch_size={size}: forward reads the batch size, and mini-batches of {size} run another graph than the "
-            f"example of {profiled.batch}: give example_args of {size} samples"
-        )
-    return replace(profiled, batch=size)
 
 
 def _check_best(
@@ -342,3 +312,75 @@ def _parse_counts(argument: str, value: Any) -> tuple[int, ...]:
     if not value:
         raise ArgumentError(f"{argument}=[]: expected whole numbers, at least 1")
     return tuple(dict.fromkeys(parse_count(argument, one) for one in value))
+
+
+# No cut of a large model is perfectly even, so a candidate must gain at least this share with perfect stages.
+LEAST_GAIN_OF_REPLICATION = 0.1
+FORWARDS_OF_REPLICA = 2**12  # maximum to simulate if several numbers of replicas are tried; takes a tenth of a second
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """The numbers and orders of replicas to try, and their common options."""
+
+    options: Mapping[str, Any]
+    counts: tuple[int, ...]  # ascending: from long pipelines to short ones
+    mesh: tuple[str, str] | None  # None: both
+    is_auto: bool
+    over_nodes: int  # number of devices if they are in several nodes, else 0
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], devices: Devices | None, data_parallel: Any, mesh: Any) -> ReplicaOptions:
+        """Parses the arguments of `tune`."""
+        hardware = parse_hardware_option(options.get("hardware"))
+        if devices is None or isinstance(devices, int):
+            count = None if devices is None else parse_count("devices", devices)
+            devices = planned_devices(count, hardware)
+        is_auto = isinstance(data_parallel, str) and data_parallel == "auto"
+        if not is_auto:
+            counts = [parse_count("data_parallel", data_parallel, "'auto' or a whole number of replicas")]
+        elif hardware is None:
+            raise ArgumentError(
+                "data_parallel='auto' without hardware: the links between replicas are not known; give hardware, as in "
+                "hardware='h100'"
+            )
+        else:
+            workers = len(parse_devices(devices, anywhere=True))
+            counts = [count for count in range(1, workers + 1) if workers % count == 0]
+        orders, over_nodes = None if mesh is None else parse_mesh(mesh), 0
+        if hardware is not None and isinstance(devices, Sequence) and len(devices) > hardware.devices_per_node:
+            over_nodes = len(devices)
+        return cls({**options, "devices": devices}, tuple(counts), orders, is_auto, over_nodes)
+
+    def settings_for(self, data: int, mesh: tuple[str, str] = MESHES[0]) -> Settings:
+        """Returns the settings of one of `data` replicas."""
+        options = {**self.options, "data_parallel": data, "mesh": mesh}
+        return make_settings(options, anywhere=options.get("hardware") is not None)
+
+    def plans_of(
+        self, profiled: ProfiledModel, memory_at_hand: Mapping[torch.device, int | None]
+    ) -> dict[tuple[int, tuple[str, str]], ModelPlans]:
+        """Returns the plans of a replica for each number of replicas and each mesh to try, or raises if none can be."""
+        plans, lacking = dict[tuple[int, tuple[str, str]], ModelPlans](), list[str]()
+        for data in self.counts:
+            if self.is_auto and (profiled.batch % data or not profiled.traced.holds_at(profiled.batch // data)):
+                continue
+            batch = batch_of_replica(profiled.traced, profiled.batch, data)
+            orders = MESHES if self.over_nodes and data not in (1, self.over_nodes) else MESHES[:1]
+            for mesh in orders if self.mesh is None else (self.mesh,):
+                settings = self.settings_for(data, mesh)  # each candidate sets its chunks
+                settings = replace(settings, chunks=1, left=frozenset(), memory_at_hand=memory_at_hand)
+                source = ModelPlans(replace(profiled, batch=batch), settings, self.is_auto)
+                lack = source.lasting_shortage() if self.is_auto else ""
+                if lack:
+                    lacking.append(lack)
+                else:
+                    plans[data, mesh] = source
+        if not plans and lacking:
+            raise MemoryLimitError(f"no number of replicas fits into memory: {lacking[0]}")
+        if not plans:
+            raise ArgumentError(
+                f"data_parallel='auto': a mini-batch of {profiled.batch} samples does not divide over any of "
+                f"{', '.join(map(str, self.counts))} replicas"
+            )
+        return plans

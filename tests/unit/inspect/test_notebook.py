@@ -10,8 +10,7 @@ from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
-from fxpipe.planning.tuning.candidates import CandidateResult
-from fxpipe.planning.tuning.tuning_result import Tuning
+from fxpipe.planning.tuning.candidates import CandidateResult, Tuning
 from fxpipe.utils.units import human_seconds
 
 EVIL = "<script>alert(1)</script>"

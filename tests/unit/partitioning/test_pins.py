@@ -6,8 +6,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, PartitionError, TraceError
-from fxpipe.partitioning.manual_cuts import NodeSequence
-from fxpipe.partitioning.pins import placements_for_pins
+from fxpipe.partitioning.manual_cuts import NodeSequence, placements_for_pins
 
 NODES = NodeSequence(
     costs=(1.0,) * 6,

@@ -126,7 +126,7 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
     monkeypatch.setattr(
         "fxpipe.planning.passes.ProfiledModel.profiles_for", lambda studied, settings: list(studied.profiles)
     )
-    monkeypatch.setattr("fxpipe.planning.cut_problem.remaining_kinds", lambda before, now: (0, 1))
+    monkeypatch.setattr("fxpipe.planning.choose.remaining_kinds", lambda before, now: (0, 1))
     monkeypatch.setattr(
         "fxpipe.planning.cost_model.planned_workers", lambda settings: (PlannedWorker(0, None), PlannedWorker(1, None))
     )

@@ -13,9 +13,8 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import Link
-from fxpipe.planning.plans.host_time import ACTION_SECONDS, CALL_SECONDS, OPERATION_SECONDS, reckon_host
-from fxpipe.planning.plans.retarget import retarget_plan
-from fxpipe.planning.tuning.tuning_result import Tuning
+from fxpipe.planning.plans.retarget import ACTION_SECONDS, CALL_SECONDS, OPERATION_SECONDS, reckon_host, retarget_plan
+from fxpipe.planning.tuning.candidates import Tuning
 from fxpipe.scheduling import make_schedule
 from fxpipe.simulation import HostCost, Simulation, StageCost, simulate_schedule, transfers_of
 from fxpipe.simulation.simulation_result import HOST

@@ -20,7 +20,8 @@ import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, cluster_of
 from fxpipe.partitioning import Link
-from fxpipe.planning.plans import Plan, StagePlan
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.data import StagePlan
 from fxpipe.planning.plans.simulate_plan import vary_plan
 from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.scheduling import ActionKind, make_schedule, parse_schedule, round_robin

@@ -19,6 +19,8 @@ from fxpipe.planning.options.parse import (
     parse_memory_limit,
     parse_pins,
     parse_switch,
+    parse_training_schedule,
+    worker_count_for,
 )
 from fxpipe.planning.options.pipeline_options import (
     OPTION_DEFAULTS,
@@ -29,7 +31,6 @@ from fxpipe.planning.options.pipeline_options import (
     is_default,
     make_settings,
 )
-from fxpipe.planning.options.stage_placement import parse_training_schedule, worker_count_for
 from fxpipe.planning.tuning.tuner import PLAN_ARGUMENTS
 from fxpipe.utils import accelerator
 

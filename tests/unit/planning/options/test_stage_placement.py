@@ -9,7 +9,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, MemoryLimitError
-from fxpipe.planning.options.stage_placement import TRAINING_SCHEDULES
+from fxpipe.planning.options.parse import TRAINING_SCHEDULES
 from fxpipe.planning.plans.figures import simulate_step
 from fxpipe.scheduling import make_schedule, micro_batches_in_flight, steady_micro_batches
 

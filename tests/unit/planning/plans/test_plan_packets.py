@@ -16,7 +16,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.planning import choose, passes
 from fxpipe.planning.cost_model import stage_devices_of
 from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
-from fxpipe.planning.plans.host_time import LOOPBACK, MESSAGE_SECONDS
+from fxpipe.planning.plans.retarget import LOOPBACK, MESSAGE_SECONDS
 from fxpipe.scheduling import make_schedule
 from fxpipe.simulation import StageCost, Transfer, simulate_schedule
 

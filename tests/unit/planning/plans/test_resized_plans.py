@@ -9,9 +9,8 @@ from helpers.simulated_models import Skipping, skipping
 from torch import nn
 
 import fxpipe
-from fxpipe.planning.plans import HeaviestNode, Portal, StageBytes, TiedParameter
-from fxpipe.planning.plans.host_time import ACTION_SECONDS
-from fxpipe.planning.plans.retarget import action_seconds, resize_plan
+from fxpipe.planning.plans.data import HeaviestNode, Portal, StageBytes, TiedParameter
+from fxpipe.planning.plans.retarget import ACTION_SECONDS, action_seconds, resize_plan
 from fxpipe.scheduling import ActionKind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
 from fxpipe.utils.polynomial import Polynomial

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import Link
-from fxpipe.planning.plans import OpaqueNode, PlannedSize, Portal, TiedParameter
+from fxpipe.planning.plans.data import OpaqueNode, PlannedSize, Portal, TiedParameter
 from fxpipe.utils.files import dataclass_to_json
 from fxpipe.utils.polynomial import Polynomial
 

@@ -11,7 +11,7 @@ from torch import nn
 import fxpipe
 from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
-from fxpipe.planning.tuning.tuning_result import Tuning
+from fxpipe.planning.tuning.candidates import Tuning
 
 X = torch.zeros(32, 64)
 FOUR = replace(hardware(Link(1e12)), devices_per_node=2, nodes=2)

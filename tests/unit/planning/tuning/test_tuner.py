@@ -13,7 +13,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
-from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES, TRAINING_SCHEDULES, place_stages
+from fxpipe.planning.options.parse import COMPARED_SCHEDULES, TRAINING_SCHEDULES, place_stages
 from fxpipe.planning.passes import prepare_profiled, trace_and_profile
 from fxpipe.planning.tuning.candidates import (
     SAME_STEP_TOLERANCE,

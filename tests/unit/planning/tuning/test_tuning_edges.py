@@ -18,8 +18,7 @@ from fxpipe.planning.passes import trace_and_profile
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning import measure_candidates as measuring
 from fxpipe.planning.tuning import tuner
-from fxpipe.planning.tuning.candidate_plans import ModelPlans
-from fxpipe.planning.tuning.candidates import SAME_STEP_TOLERANCE, Candidate, CandidateResult
+from fxpipe.planning.tuning.candidates import SAME_STEP_TOLERANCE, Candidate, CandidateResult, ModelPlans
 from fxpipe.profiling import Profile
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
@@ -41,7 +40,7 @@ def test_modes_of_ones_own_stay_where_cuts_move_to_fit(model: nn.Module, profile
     settings = settings_for(["cpu", "cpu"], profile, checkpoint=["always", "never"], memory_limit=LARGE)
     plans = ModelPlans(trace_and_profile(model, (X,), {}, settings), settings)
     candidate = Candidate("1f1b", 4, 1)
-    for plan in (plans.plan(candidate, "never"), plans.within_limits(candidate, "never")):
+    for plan in (plans.plan(candidate, "never"), plans.plan(candidate, "never", is_limited=True)):
         assert plan is not None
         assert plan.checkpoint == ("always", "never")
 
