@@ -38,7 +38,7 @@ from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors, different_programs
 from fxpipe.runtime.engine import Engine, gathered_results, losses_of
 from fxpipe.runtime.executors import InlineExecutor
-from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict
+from fxpipe.runtime.loss_checks import LossVerdict
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import LossCall, MicroBatchLosses
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
@@ -202,7 +202,7 @@ class RankEngine(Engine):
         is_whole = inputs.takes_all(call.reduction)
         self.refuse_sharing(program, is_whole or call.reduction == "batch")
         if is_last and not inputs.is_handed_over and not is_whole:
-            kind = self.history_of(inputs, call)
+            kind = self.loss_histories.of(inputs, call)
         mailbox = self._mailbox(program)
         exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
         exchange.borrow()
@@ -229,7 +229,7 @@ class RankEngine(Engine):
             if step.loss is not None and kind is not None:
                 # The micro-batches of all replicas add up to the loss, which is not verified here.
                 is_compared = is_verified and not (self.replicas.count > 1 and step.loss.tree.is_weighed)
-                report.evidence, outputs = LossEvidence.of(step, kind, is_compared, call.return_outputs)
+                report.evidence, outputs = step.loss.evidence(kind, is_compared, call.return_outputs, step.log)
                 losses = step.loss.losses
                 report.evidence.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]
                 self._note_step(step, schedule)
@@ -238,7 +238,7 @@ class RankEngine(Engine):
             gradients.give_rest(step, report)
             reports: list[list[StepReport]] = self.group.everybody(report, "the end of the step")
             gradients.finish_sum(step, reports)
-            verdict = LossVerdict.of([[one.evidence for one in row] for row in reports], last, part.firsts)
+            verdict = LossVerdict([[one.evidence for one in row] for row in reports], last, part.firsts)
             if verdict.is_unsure and not is_again:
                 is_verified, is_again = is_last and m > 1, True  # nothing has changed yet: repeat with verification
                 mailbox.settle()
@@ -251,7 +251,7 @@ class RankEngine(Engine):
         self.replicas.note_unit(of_last)
 
         exchange.sum_gradients(step)
-        more = self._from_last(inputs, [] if step.loss is None else self.other_results(step, inputs))
+        more = self._from_last(inputs, [] if step.loss is None else step.loss.other_results())
         output = None
         if step.loss is not None and call.return_outputs:
             output = step.loss.output(None if inputs.is_handed_over else outputs)

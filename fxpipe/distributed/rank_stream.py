@@ -45,8 +45,7 @@ from fxpipe.pipe.train_stream import StreamLoop, TrainStream, check_can_stream_n
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
-from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict, wrong_loss
-from fxpipe.runtime.loss_checks import LossHistory
+from fxpipe.runtime.loss_checks import LossEvidence, LossHistory, LossVerdict, wrong_loss
 from fxpipe.runtime.stage_updates import OverlappedUpdates
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
@@ -316,7 +315,7 @@ class RankStream(Stream):
         of_stage = LossEvidence(wrong, wrong_means, is_verified, is_verified, shares, dict(check.gradients))
         reports = replicas.group.replicas.all_gather((of_stage, replicas.open_sum().give_rest(own)), WAITED_FOR)
         evidence, gradients = [[one] for one, _ in reports], [one for _, one in reports]
-        LossVerdict.of(evidence, firsts=step.part.firsts).check(None, 0)
+        LossVerdict(evidence, firsts=step.part.firsts).check(None, 0)
         total = replicas.finish_sum(own, gradients)
         if replicas.group.device_sums is not None:  # if a device hangs for some replicas, none goes on
             replicas.group.replicas.all_gather(None, WAITED_FOR)

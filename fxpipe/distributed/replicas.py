@@ -33,7 +33,7 @@ from fxpipe.distributed.connection import content_of, lost_connection
 from fxpipe.distributed.device_transfers import WAITED_FOR, DeviceSums
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import InternalError, LossError, StateError
-from fxpipe.runtime.loss_audit import LossEvidence
+from fxpipe.runtime.loss_checks import LossEvidence
 from fxpipe.runtime.losses import LARGEST_UNIT, MicroBatchLosses
 from fxpipe.utils.output_combination import OutputCombination
 

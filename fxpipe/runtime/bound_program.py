@@ -88,11 +88,10 @@ class BoundProgram:
     @property
     def returned_inputs(self) -> dict[int, int]:
         """The outputs that are unchanged inputs: index of the output -> index of the input."""
-        places = {name: place for place, name in enumerate(self.program.inputs)}
-        values = [o if isinstance(o, ReceivedValue) and o.source == PIPE_INPUT else None for o in self.program.outputs]
-        returned = {at: places[value.name] for at, value in enumerate(values) if value is not None}
-        own = range(len(self.in_dims))  # not the head
-        return {p: at for p, at in returned.items() if at in own and at not in self.program.written_inputs}
+        written, own = self.program.written_inputs, self.program.inputs[: len(self.in_dims)]  # not the head
+        places = {(PIPE_INPUT, name): place for place, name in enumerate(own) if place not in written}
+        values = [(o.source, o.name) if isinstance(o, ReceivedValue) else None for o in self.program.outputs]
+        return {at: places[value] for at, value in enumerate(values) if value in places}
 
     @property
     def result_names(self) -> list[str]:
@@ -141,21 +140,17 @@ class ModelTensors:
             module = self.modules[path] = self._module(above).get_submodule(key)
         return module
 
-    def _place(self, name: str) -> tuple[dict[str, Any], str]:
-        if name in self.constants:
-            return self.constants, name
-        path, _, key = name.rpartition(".")
-        module = self._module(path)
-        for store in tensor_stores(module):
-            if key in store:
-                return store, key
-        raise AttributeError(f"{type(module).__name__} has no tensor {name!r} any more")
-
     def _slot(self, name: str) -> tuple[dict[str, Any], str]:
-        place = self.places.get(name)
-        if place is None:
-            place = self.places[name] = self._place(name)
-        return place
+        """Returns the dict that has a tensor, and its key there."""
+        if name not in self.places:
+            path, _, key = name.rpartition(".")
+            if name in self.constants:
+                self.places[name] = self.constants, name
+            elif store := next((store for store in tensor_stores(self._module(path)) if key in store), None):
+                self.places[name] = store, key
+            else:
+                raise AttributeError(f"{type(self._module(path)).__name__} has no tensor {name!r} any more")
+        return self.places[name]
 
     def has(self, name: str) -> bool:
         with contextlib.suppress(AttributeError):

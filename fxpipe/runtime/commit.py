@@ -126,7 +126,9 @@ def _empty_tensor_on(device: torch.device) -> torch.Tensor:
 def _take_gradients(gradients: GradientList) -> GradientList:
     """Returns these gradients in the form for a backward; the list is emptied."""
     if torch.is_grad_enabled():  # create_graph=True
-        gradients[:] = _undifferentiable(gradients)
+        begin = torch.zeros((), device=_CPU, requires_grad=True)
+        results = iter(_Undifferentiable.apply(begin, *(g for g in gradients if g is not None)))
+        gradients[:] = [None if g is None else next(results) for g in gradients]
     # `pop` leaves no second reference, so that AccumulateGrad uses the tensors without a copy.
     gradients.reverse()
     return [gradients.pop() for _ in range(len(gradients))]
@@ -146,13 +148,6 @@ class _Undifferentiable(torch.autograd.Function):
             "its graphs are gone with its backward; take what needs second derivatives through the model itself, "
             "fxpipe.unwrap(pipe), on one device"
         )
-
-
-def _undifferentiable(gradients: GradientList) -> GradientList:
-    begin = torch.zeros((), device=_CPU, requires_grad=True)
-    results = _Undifferentiable.apply(begin, *(g for g in gradients if g is not None))
-    rest = iter(results)
-    return [None if g is None else next(rest) for g in gradients]
 
 
 def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> torch.Tensor:

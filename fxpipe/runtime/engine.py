@@ -31,14 +31,13 @@ from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.commit import GradientList, add_gradient, attach_commit, gradient_rollback
 from fxpipe.runtime.exchange import BoundaryValue
 from fxpipe.runtime.executors import ActionPerformer, Executor, close_all_executors
-from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict
-from fxpipe.runtime.loss_checks import LossHistories, LossHistory
+from fxpipe.runtime.loss_checks import LossHistories, LossVerdict
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import MODEL_LOSS_REMEDIES, LossCall, MicroBatchLosses
 from fxpipe.runtime.stage_updates import OverlappedUpdates, actions_before_updates, update_rows
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs, gather, scatter, scatter_gradient, target_dims
-from fxpipe.runtime.step_record import DeviceRecord, StepNotes, StepRecord, step_record_of
+from fxpipe.runtime.step_record import StepNotes, StepRecord, step_record_of
 from fxpipe.runtime.transport import Transport, leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, with_updates
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
@@ -69,7 +68,7 @@ class Engine:
         self._busy = threading.Lock()
         self._runner: int | None = None
         self._transport: Transport | None = None
-        self._is_streaming = False
+        self.is_streaming = False  # a stream is open, whose stages have their own weights and gradients
         self._kept_failure: weakref.finalize[Any, Any] | None = None
         self.starts = 0  # number of steps begun, including refused ones
         _engines.add(self)
@@ -84,11 +83,11 @@ class Engine:
     def streaming(self) -> Iterator[CallerContext]:
         """A block like `running`, around code of the caller: its modes and hooks stay active."""
         with self._occupied() as context:
-            self._is_streaming = True
+            self.is_streaming = True
             try:
                 yield context
             finally:
-                self._is_streaming = False
+                self.is_streaming = False
 
     @contextmanager
     def _occupied(self) -> Iterator[CallerContext]:
@@ -97,7 +96,7 @@ class Engine:
         self.raise_kept_failure()
         try:
             acquired = self._busy.acquire(blocking=False)
-            if not acquired and self._is_streaming:
+            if not acquired and self.is_streaming:
                 raise StateError(
                     "the pipe is in the middle of a stream (train_stream), whose mini-batches are in its stages: let "
                     "it end, or close it (stream.close(), `with pipe.train_stream(...) as stream:`), then call the "
@@ -140,11 +139,6 @@ class Engine:
         """Resets a forked child, where the step of another thread does not continue."""
         if self._runner != threading.get_ident():
             self._busy, self._runner, self._caller_context = threading.Lock(), None, CallerContext()
-
-    @property
-    def is_streaming(self) -> bool:
-        """True while a stream is open, whose stages have their own weights and gradients."""
-        return self._is_streaming
 
     def own_inputs(self, given_inputs: GivenInputs) -> StepInputs:
         return StepInputs.of(given_inputs)
@@ -196,18 +190,18 @@ class Engine:
         notes = self._last_notes
         if self._last_step is None and notes is not None:
             record = step_record_of(notes)
-            self._last_step = replace(record, devices=tuple(self._with_peak(*one) for one in enumerate(record.devices)))
+            devices = []
+            for row, one in enumerate(record.devices):
+                device = self._device_of_row(row)
+                if device is not None and accelerator.counts_memory(device):
+                    one = replace(one, peak_memory=accelerator.peak_allocated_bytes(device))
+                devices.append(one)
+            self._last_step = replace(record, devices=tuple(devices))
         return self._last_step
 
     def _device_of_row(self, row: int) -> torch.device | None:
         """Returns the device of a row, if it is in this process."""
         return self.devices[row] if row < len(self.devices) else None
-
-    def _with_peak(self, row: int, record: DeviceRecord) -> DeviceRecord:
-        device = self._device_of_row(row)
-        if device is None or not accelerator.counts_memory(device):
-            return record
-        return replace(record, peak_memory=accelerator.peak_allocated_bytes(device))
 
     # -- updates of the weights --------------------------------------------------------------------------------------
 
@@ -237,7 +231,7 @@ class Engine:
     def call(self, given_inputs: GivenInputs, schedule: Schedule) -> Any:
         """Runs all forwards of a mini-batch and returns the output, whose backward runs all backwards, once."""
         bound, leaves, m = given_inputs.bound, given_inputs.leaves, schedule.micro_batches
-        kind = self.loss_histories.for_drop_in(bound)
+        kind = self.loss_histories.of_kind(bound.out_dims, (), bound)
         step: Step = self._step(given_inputs, schedule, look_at_elements=kind.look_at_elements and m > 1)
         self._run_rows(step, schedule, forward_part(schedule))
         outputs, parts = gathered_results(step)
@@ -328,9 +322,9 @@ class Engine:
             _check_scaler_device(call.scaler, bound)
         history = None  # there is one loss, or the caller's micro-batches have no mini-batch to compare with
         if not given_inputs.is_handed_over and not takes_all:
-            history = self.history_of(given_inputs, call)
+            history = self.loss_histories.of(given_inputs, call)
 
-        def run(is_verified: bool, seed: int | None = None) -> Step:
+        def run(is_verified: bool, seed: int | None = None) -> tuple[Step, LossStage]:
             step: Step = self._step(
                 given_inputs,
                 schedule,
@@ -340,39 +334,27 @@ class Engine:
                 look_at_elements=history is not None and history.look_at_elements and m > 1,
             )
             self._run_with_updates(step, schedule, None if is_verified else updates)
-            return step
+            assert step.loss is not None
+            return step, step.loss
 
-        step = run(is_verified := history is not None and history.is_due and m > 1)
-        assert step.loss is not None
-        loss, outputs = step.loss.losses.total(), None
+        step, stage = run(is_verified := history is not None and history.is_due and m > 1)
+        loss, outputs = stage.losses.total(), None
         if history is not None:
-            evidence, outputs = LossEvidence.of(step, history, is_verified, call.return_outputs)
+            evidence, outputs = stage.evidence(history, is_verified, call.return_outputs, step.log)
             is_repeatable = updates is None or not updates.begun
-            if is_repeatable and LossVerdict.of([[evidence]]).is_unsure:  # run again and verify
-                step = run(True, step.seed)
-                assert step.loss is not None
-                loss = step.loss.losses.total()
-                evidence, outputs = LossEvidence.of(step, history, True, call.return_outputs)
-            LossVerdict.of([[evidence]]).check(history, m)
+            if is_repeatable and LossVerdict([[evidence]]).is_unsure:  # run again and verify
+                step, stage = run(True, step.seed)
+                loss = stage.losses.total()
+                evidence, outputs = stage.evidence(history, True, call.return_outputs, step.log)
+            LossVerdict([[evidence]]).check(history, m)
             if evidence.is_verified:
                 self._note_step(step, schedule)
-        stage, output = step.loss, None
-        assert stage is not None
-        results = self.other_results(step, given_inputs)
-        if call.return_outputs:
-            output = stage.output(outputs)
+        results = stage.other_results()
+        output = stage.output(outputs) if call.return_outputs else None
         self.add_gradients(step, updates)
         step.commit_buffers()
         self.write_back(given_inputs, results)
         return loss, output
-
-    @staticmethod
-    def other_results(step: Step, given_inputs: GivenInputs) -> list[list[torch.Tensor]]:
-        """Returns what forward leaves in inputs and attributes: of the mini-batch, or of each micro-batch."""
-        assert step.loss is not None
-        if given_inputs.is_handed_over:
-            return [step.loss.other_results(i) for i in range(step.micro_batches)]
-        return [step.loss.gather_other_results()]
 
     @torch.no_grad()
     def write_back(self, given_inputs: GivenInputs, results: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -385,10 +367,6 @@ class Engine:
         """Adds the names in the code of the loss function: a step hides what forward changes under such a name."""
         losses.reads = self.loss_histories.names_read(losses.function)
         return losses
-
-    def history_of(self, given_inputs: GivenInputs, call: LossCall) -> LossHistory:
-        sizes = given_inputs.batch, len(given_inputs.samples)
-        return self.loss_histories.of(call.function, call.reduction, given_inputs.targets, given_inputs.bound, sizes)
 
     def add_gradients(self, step: Step, updates: OverlappedUpdates | None = None) -> None:
         """Adds the gradients of a successful step to the gradients of the model's parameters."""

@@ -41,7 +41,7 @@ class Exchange:
     def __init__(self, inputs: StepInputs, transport: Transport, grad: bool, has_loss: bool = True):
         """`has_loss`: the last stage computes the loss; else outputs are sent to the device of its parameters."""
         self.bounds, self.transport = inputs.bounds, transport
-        stages = inputs.stage_devices
+        stages = inputs.bounds[0].stage_devices
         # By micro-batch and user: the loss is on the device of the last stage.
         self._devices = [
             tuple(own[replica_of(i, len(own))] for own in (*stages, stages[-1] if has_loss else stages[-1][:1]))

@@ -7,6 +7,8 @@ over tokens looks like a mean over samples.
 An output without the batch dimension is known for the mini-batch only if it is equal in all micro-batches, or a mean or
 sum that the loss uses as such. A weighted mean of losses that the model itself computes is neither: then the other
 outputs' gradients are compared, if any. A loss that draws random numbers is not compared: see `losses`.
+
+A run gives `LossEvidence`. Over processes every rank has a part of it, and `LossVerdict` decides for all.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from fxpipe._torch.autograd import gradients_of, output_shape, saved_reduction, 
 from fxpipe.errors import LossError
 from fxpipe.rewriting.program import ReceivedValue
 from fxpipe.runtime.bound_program import BoundProgram
-from fxpipe.runtime.losses import MicroBatchLosses, are_bitwise_equal
+from fxpipe.runtime.losses import (
+    LOSS_REMEDIES,
+    MODEL_LOSS_REMEDIES,
+    LossCall,
+    MicroBatchLosses,
+    are_bitwise_equal,
+)
+from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.utils.python_state import PythonState, parts_of_function
 from fxpipe.utils.pytree import flatten
 
@@ -55,7 +64,7 @@ class LossWeightingCheck:
     """
 
     is_on: bool
-    reduced: frozenset[tuple[int, str]]  # outputs (maker, name) without the batch, reduced by the model
+    reduced: frozenset[tuple[int, str]]  # outputs (maker, name) without the batch, reduced by the model; if it is on
     # By place and micro-batch, flat since workers write at the same time: the gradient that has arrived, and the
     # divisor of the mean.
     gradients: dict[tuple[tuple[Any, ...], int], tuple[torch.Tensor, Any]] = field(default_factory=dict)
@@ -70,11 +79,7 @@ class LossWeightingCheck:
             if how in ("mean", "sum") and isinstance(output, ReceivedValue) and place not in bound.told
             if bound.wiring.users[output.source, output.name] == (len(bound.devices),)
         }
-        return cls(is_on, frozenset(reduced))
-
-    def reductions_of(self, node: Any, number: int) -> list[LossReduction]:
-        """Returns the sums and means in the head of a graph that ends in this output of `node`."""
-        return reductions_under(node, number) if self.is_on else []
+        return cls(is_on, frozenset(reduced if is_on else ()))
 
     def note(
         self, place: Any, i: int, reductions: Sequence[LossReduction], gradients: Sequence[torch.Tensor | None]
@@ -94,12 +99,10 @@ class LossWeightingCheck:
         arrived: Sequence[torch.Tensor | None],
     ) -> None:
         """Records the gradients of outputs that stage j has reduced."""
-        for name, root, gradient in zip(names, roots, arrived, strict=True) if self.is_on else ():
-            if (
-                (j, name) in self.reduced
-                and gradient is not None
-                and (reductions := self.reductions_of(root.node, root.output_nr))
-            ):
+        for name, root, gradient in zip(names, roots, arrived, strict=True):
+            if (j, name) not in self.reduced or gradient is None:
+                continue
+            if reductions := reductions_under(root.node, root.output_nr):
                 edges = [reduction.edge for reduction in reductions]
                 gradients = gradients_of(edges, [root], [gradient], keep_graph=True)
                 self.note((j, name), i, reductions, gradients)
@@ -152,7 +155,9 @@ def reductions_under(node: Any, number: int) -> list[LossReduction]:
     seen: set[tuple[Any, int]] = set()
     while todo:
         node, number = todo.pop()
-        if node is None or (node, number) in seen or not _is_scalar(node, number):
+        if node is None or (node, number) in seen or not node.next_functions:  # leaves are not functions
+            continue
+        if (shape := output_shape(node, number)) is None or len(shape):
             continue
         seen.add((node, number))
         if len(seen) > MOST_HEAD_NODES:
@@ -162,12 +167,6 @@ def reductions_under(node: Any, number: int) -> list[LossReduction]:
         else:
             todo.extend(reversed(node.next_functions))
     return reductions
-
-
-def _is_scalar(node: Any, number: int) -> bool:
-    """Returns whether this output of the function with backward `node` is 0-dim. Leaves are not functions."""
-    shape = output_shape(node, number)
-    return shape is not None and len(shape) == 0 and bool(node.next_functions)
 
 
 def _count_of(node: Any) -> Any:
@@ -220,6 +219,10 @@ class GatheredOutput:
     how: int | str | None  # dimension or kind of gathering
     gradients: Sequence[torch.Tensor | None]  # by micro-batch
 
+    @property
+    def is_trained(self) -> bool:
+        return any(gradient is not None for gradient in self.gradients)
+
 
 def verify_loss(
     losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tree: Callable[[list[Any]], Any]
@@ -228,22 +231,20 @@ def verify_loss(
 
     `tree` builds the model's output. Returns True if there was something to compare; None if random numbers differ.
     """
-    trained = [any(g is not None for g in output.gradients) for output in outputs]
-    if any(is_trained and output.how == "stack" for output, is_trained in zip(outputs, trained, strict=True)):
+    if any(output.is_trained and output.how == "stack" for output in outputs):
         return False  # it has another shape than in micro-batches
-    whole, gradients = _loss_of_whole(losses, outputs, trained, tree)
-    differentiated = [output for output, is_trained in zip(outputs, trained, strict=True) if is_trained]
-    pairs = [*zip(differentiated, gradients, strict=True)] if gradients else []
-    is_seen = not any(gradient is not None and output.how in ("mean", "sum") for output, gradient in pairs)
+    whole, gradients = _loss_of_whole(losses, outputs, tree)
+    compared = [(output, g) for output, g in zip(outputs, gradients, strict=True) if g is not None]
+    is_seen = not any(output.how in ("mean", "sum") for output, _ in compared)
     try:
         if is_seen or not losses.returns_weights:
             _compare_values(losses, whole)
-        for output, gradient in pairs:
-            if isinstance(output.how, int) and gradient is not None:
+        for output, gradient in compared:
+            if isinstance(output.how, int):
                 parts = [part for part in output.gradients if part is not None]
                 _compare_gradients(losses, gradient, parts, output.how)
     except LossError:
-        again, gradients_again = _loss_of_whole(losses, outputs, trained, tree)
+        again, gradients_again = _loss_of_whole(losses, outputs, tree)
         if are_bitwise_equal([whole, *gradients], [again, *gradients_again]):
             raise
         return None  # drawn numbers are unknown
@@ -251,13 +252,10 @@ def verify_loss(
 
 
 def _loss_of_whole(
-    losses: MicroBatchLosses,
-    outputs: Sequence[GatheredOutput],
-    trained: Sequence[bool],
-    tree: Callable[[list[Any]], Any],
-) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
-    """Returns the loss of all outputs together, and the gradients of the outputs that require grad."""
-    values = [o.value.detach().requires_grad_() if t else o.value for o, t in zip(outputs, trained, strict=True)]
+    losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tree: Callable[[list[Any]], Any]
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Returns the loss of all outputs together, and the gradients of the outputs."""
+    values = [o.value.detach().requires_grad_() if o.is_trained else o.value for o in outputs]
     try:
         with torch.enable_grad():
             whole, scaled = losses.loss_of_whole(tree(values))
@@ -266,9 +264,11 @@ def _loss_of_whole(
     except Exception as error:
         error.add_note("fxpipe: raised by loss_fn on the gathered outputs of the mini-batch, to verify the loss")
         raise
-    leaves = [value for value, is_trained in zip(values, trained, strict=True) if is_trained]
-    gradients = torch.autograd.grad(scaled, leaves, allow_unused=True) if scaled.requires_grad and leaves else ()
-    return whole, gradients
+    leaves = [value for value, output in zip(values, outputs, strict=True) if output.is_trained]
+    if not (scaled.requires_grad and leaves):
+        return whole, [None] * len(outputs)
+    gradients = iter(torch.autograd.grad(scaled, leaves, allow_unused=True))
+    return whole, [next(gradients) if output.is_trained else None for output in outputs]
 
 
 def _compare_values(losses: MicroBatchLosses, whole: torch.Tensor) -> None:
@@ -367,24 +367,15 @@ class LossHistories:
         default_factory=dict
     )
 
-    def of(
-        self,
-        loss_fn: Callable[..., Any],
-        reduction: str,
-        target: tuple[Any, ...],
-        bound: BoundProgram,
-        sizes: tuple[int, int],
-    ) -> LossHistory:
-        """Returns the history of a loss of `forward_backward`. `sizes`: samples and micro-batches."""
-        leaves = [(x.dtype, x.dim()) if isinstance(x, torch.Tensor) else type(x) for x in flatten(target)[0]]
-        structure, facts = self._facts_of(loss_fn)
-        return self._kind((structure, reduction, tuple(leaves), bound.out_dims, sizes), facts, bound)
+    def of(self, given_inputs: GivenInputs, call: LossCall) -> LossHistory:
+        """Returns the history of a loss of `forward_backward`."""
+        bound, targets = given_inputs.bound, flatten(given_inputs.targets)[0]
+        leaves = tuple((x.dtype, x.dim()) if isinstance(x, torch.Tensor) else type(x) for x in targets)
+        _, _, structure, facts = self._known(call.function)
+        sizes = given_inputs.batch, len(given_inputs.samples)
+        return self.of_kind((structure, call.reduction, leaves, bound.out_dims, sizes), facts, bound)
 
-    def for_drop_in(self, bound: BoundProgram) -> LossHistory:
-        """Returns the history of a drop-in's loss, of which only the part within the model is known."""
-        return self._kind(bound.out_dims, (), bound)
-
-    def _kind(self, key: Any, facts: tuple[Any, ...], bound: BoundProgram) -> LossHistory:
+    def of_kind(self, key: Any, facts: tuple[Any, ...], bound: BoundProgram) -> LossHistory:
         known = self.kinds.setdefault(key, {})
         if facts not in known:
             if len(known) == MOST_VALUES:
@@ -394,15 +385,85 @@ class LossHistories:
 
     def names_read(self, loss_fn: Any) -> frozenset[str]:
         """Returns the names of attributes in the code of a loss function and of what it may call."""
-        self._facts_of(loss_fn)
-        return self._functions[getattr(loss_fn, "__code__", type(loss_fn))][1].names_read
+        return self._known(loss_fn)[1].names_read
 
-    def _facts_of(self, loss_fn: Any) -> tuple[frozenset[Any], tuple[Any, ...]]:
-        """Returns the values that a loss function depends on, without and with numbers and tensors."""
+    def _known(self, loss_fn: Any) -> tuple[tuple[Any, ...], PythonState, frozenset[Any], tuple[Any, ...]]:
+        """Returns the parts of a function, its state, and what it depends on, without and with numbers and tensors."""
         code = getattr(loss_fn, "__code__", type(loss_fn))
         parts = parts_of_function(loss_fn)
         known = self._functions.get(code)
         if known is None or [*map(id, known[0])] != [*map(id, parts)] or not known[1].holds():
             state = PythonState(values=(loss_fn,), skips_logs=True)
             known = self._functions[code] = parts, state, state.structure(), tuple(state.facts)
-        return known[2:]
+        return known
+
+
+@dataclass(slots=True)
+class LossEvidence:
+    """The evidence of one process. All but `weights_of_elements` is of the process with the loss."""
+
+    wrong: str | None = None  # describes how the weights of elements differ between micro-batches
+    wrong_means: str | None = None  # describes it for means only, if the loss was not compared
+    can_verify: bool | None = False  # None: the loss draws random numbers
+    is_verified: bool = False
+    shares: Sequence[Any] = ()  # by micro-batch, for checks in other processes
+    weights_of_elements: dict[Any, Any] = field(default_factory=dict)  # recorded by the loss weighting check
+
+    @property
+    def is_proved(self) -> bool:
+        """True if the micro-batches add up to the loss of all outputs."""
+        return self.is_verified and bool(self.can_verify)
+
+
+class LossVerdict:
+    """The verdict on whether elements have the same weight in all micro-batches."""
+
+    def __init__(self, evidence: Sequence[Sequence[LossEvidence]], last: int = 0, firsts: Sequence[int] = (0,)):
+        """
+        Args:
+            evidence: by replica of the pipe and rank.
+            last: the rank of the last stage.
+            firsts: by replica, the number of its first micro-batch.
+        """
+        self._evidence, self._firsts = evidence, firsts
+        self._of_last = [of_replica[last] for of_replica in evidence]
+        self._wrong = [self._difference(k, one.wrong, means_only=False) for k, one in enumerate(self._of_last)]
+
+    def _difference(self, replica: int, wrong: str | None, *, means_only: bool) -> str | None:
+        """Returns how weights differ: from the rank of the last stage, or from the records of the other ranks."""
+        of_last, notes = self._of_last[replica], dict[Any, Any]()
+        for one in self._evidence[replica]:
+            notes |= one.weights_of_elements if one is not of_last else {}
+        if wrong or not notes:
+            return wrong
+        return LossWeightingCheck(True, frozenset(), notes).difference(of_last.shares.__getitem__, means_only)
+
+    @property
+    def is_unsure(self) -> bool:
+        """Returns whether only the loss of all outputs together can decide."""
+        pairs = zip(self._wrong, self._of_last, strict=True)
+        return any(wrong and of_last.can_verify and not of_last.is_verified for wrong, of_last in pairs)
+
+    def check(self, history: LossHistory | None, micro_batches: int, replica: int = 0) -> None:
+        """Raises `LossError` in all processes if gradients would be wrong; else counts the pass in the history."""
+        wrong_means = None
+        for k, (wrong, of_last) in enumerate(zip(self._wrong, self._of_last, strict=True)):
+            if wrong and not of_last.is_proved:
+                wrong_means = wrong_means or self._difference(k, of_last.wrong_means, means_only=True)
+        if len(self._evidence) > 1 and not any(self._wrong):
+            # Elements may have different weights on different replicas, which no replica can detect alone.
+            shares, notes = dict[int, Any](), dict[Any, Any]()
+            for first, of_last, of_replica in zip(self._firsts, self._of_last, self._evidence, strict=True):
+                shares |= {first + i: share for i, share in enumerate(of_last.shares)}
+                for one in of_replica:
+                    notes |= {(place, first + i): note for (place, i), note in one.weights_of_elements.items()}
+            check = LossWeightingCheck(True, frozenset(), notes)
+            wrong_means = check.difference(shares.__getitem__, means_only=True)
+        if wrong_means:
+            raise wrong_loss(wrong_means)
+        if history is not None and micro_batches > 1:
+            history.count_pass(is_mistaken=self._wrong[replica] is not None and self._of_last[replica].is_proved)
+
+
+def wrong_loss(wrong: str) -> LossError:
+    return LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")

@@ -1,31 +1,46 @@
-"""The loss of each micro-batch and the gradients of the outputs: a stage after the last one."""
+"""The loss of each micro-batch and the gradients of the outputs: a stage after the last one.
+
+Random numbers in loss_fn (noise, dropout, sampled negatives) are drawn from torch's generators, as in a plain loop over
+micro-batches. A stage whose kernels accept no other generator borrows one and restores it, so the locks of the
+generators are held while loss_fn runs: first of the CPU's. The loss of the whole mini-batch draws other numbers and
+cannot be compared; computing a loss twice shows whether it draws.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
 from fxpipe._torch.autograd import gradients_of, leaves_below, suspend_hooks
 from fxpipe._torch.thread_state import set_thread_state
-from fxpipe.errors import LossError
+from fxpipe.errors import LossError, UnequalOutputsError
 from fxpipe.rewriting.program import ConstantOutput
 from fxpipe.runtime.bound_program import BoundProgram, different_programs
 from fxpipe.runtime.caller_context import CallerStateRunner
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.exchange import Exchange
-from fxpipe.runtime.loss_checks import GatheredOutput, LossWeightingCheck, verify_loss
-from fxpipe.runtime.losses import MicroBatchLosses, hold_generators, restore_generators
-from fxpipe.runtime.step_inputs import combine, gather
-from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.loss_checks import (
+    GatheredOutput,
+    LossEvidence,
+    LossHistory,
+    LossWeightingCheck,
+    reductions_under,
+    verify_loss,
+)
+from fxpipe.runtime.losses import MicroBatchLosses
+from fxpipe.runtime.step_inputs import combine, gather, tensor_requires_grad
+from fxpipe.runtime.step_record import StepLog
 from fxpipe.scheduling.replicas import replica_of
-from fxpipe.utils.output_combination import OutputCombination
+from fxpipe.utils import accelerator
 from fxpipe.utils.pytree import map_tensor_leaves
+from fxpipe.utils.random_generators import generator_lock
 
+_CPU = torch.device("cpu")
 _own_lock = threading.RLock()  # held during the backward into leaves of loss functions
 
 NOT_AFFINE = (
@@ -62,8 +77,9 @@ class LossStage:
         replicas = self.bound.stage_devices[-1]
         self.sums = tuple({} for _ in replicas)
         self.devices = [replicas[replica_of(i, len(replicas))] for i in range(len(self.bounds))]
-        # Not a method: the losses would keep the step until the garbage collector ran.
-        self.losses.bring = partial(_bring, self.exchange.transport, self.bound.devices[-1])
+        # The function refers to no step: the losses would keep it until the garbage collector ran.
+        bring, home = self.exchange.transport.bring, self.bound.devices[-1]
+        self.losses.bring = lambda x, device: bring(x, device or home) if isinstance(x, torch.Tensor) else x
 
     @property
     def own(self) -> dict[int, tuple[torch.Tensor, torch.Tensor, int]]:
@@ -114,7 +130,7 @@ class LossStage:
     def run(self, i: int) -> None:
         links = self.bounds[i].wiring.links[-1]
         outputs, trained = self._received(i)
-        with hold_generators(self.devices[i]):  # one loss at a time
+        with generator_lock(_CPU), generator_lock(self.devices[i]):  # one loss at a time
             loss, begin = self.run_as_caller(self._loss, outputs, i)
         value, is_mean = self.losses.values[i], self.losses.returns_weights or self.losses.reduction == "mean"
         if value is not None and is_mean and self.loss_weighting.is_on:
@@ -144,34 +160,52 @@ class LossStage:
         """Computes the gradients of a micro-batch's outputs, and sums the gradients of other leaves."""
         received = {id(x) for x in outputs}
         own = [x for x in leaves_below(loss) if id(x) not in received]
-        reductions = self.loss_weighting.reductions_of(loss.grad_fn, loss.output_nr)
+        reductions = reductions_under(loss.grad_fn, loss.output_nr) if self.loss_weighting.is_on else []
         wanted = [*outputs, *[r.edge for r in reductions], *own]
         if own:
             # One replica at a time, in any mini-batch of a stream: all share the hooks and the graph above these
             # leaves. The graph is retained for the other micro-batches.
             with _own_lock, suspend_hooks(own):
                 gradients = gradients_of(wanted, [loss], [begin], keep_graph=True)
-            self._sum(own, gradients[-len(own) :], i)
+            sums = self.sums[replica_of(i, len(self.sums))]
+            for leaf, gradient in zip(own, gradients[-len(own) :], strict=True):
+                if gradient is not None:
+                    _, total, count = sums.get(id(leaf), (leaf, None, 0))
+                    sums[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
         else:
             gradients = gradients_of(wanted, [loss], [begin])
         if reductions:
             self.loss_weighting.note("loss", i, reductions, gradients[len(outputs) : len(outputs) + len(reductions)])
         return gradients[: len(outputs)]
 
-    def _sum(self, own: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], i: int) -> None:
-        sums = self.sums[replica_of(i, len(self.sums))]
-        for leaf, gradient in zip(own, gradients, strict=True):
-            if gradient is not None:
-                _, total, count = sums.get(id(leaf), (leaf, None, 0))
-                sums[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
-
     def _at_home(self, values: list[Any]) -> list[Any]:
         """Moves values of a micro-batch to the device of the last stage's parameters."""
         return [self.losses.bring(value, None) for value in values]
 
-    def gather_outputs(self) -> list[Any]:
-        rows = [self._at_home(self.outputs.pop(i)) for i in sorted(self.outputs)]
-        return self._gathered(rows, self._ways())
+    def evidence(
+        self, history: LossHistory, is_verified: bool, is_asked: bool, log: StepLog
+    ) -> tuple[LossEvidence, list[Any]]:
+        """Returns the evidence of a step, and its gathered outputs, if they were kept.
+
+        `is_verified`: compare with the loss of all outputs. `is_asked`: the caller needs the outputs.
+        """
+        wrong, outputs = self.loss_weighting.difference(self.losses.share), list[Any]()
+        is_verified = is_verified and self.keep_outputs
+        try:
+            if self.keep_outputs:
+                rows = [self._at_home(self.outputs.pop(i)) for i in sorted(self.outputs)]
+                outputs = self._gathered(rows, self._ways())
+        except UnequalOutputsError:
+            if is_asked:
+                raise
+            is_verified = False
+        if is_verified:
+            start = time.perf_counter()
+            history.can_verify = self._verify(outputs)
+            log.verifications.append(time.perf_counter() - start)
+        can_verify, share = history.can_verify, self.losses.share
+        wrong_means = self.loss_weighting.difference(share, means_only=can_verify is False) if wrong else None
+        return LossEvidence(wrong, wrong_means, can_verify, is_verified), outputs
 
     def output(self, outputs: Sequence[Any] | None) -> Any:
         """Returns the output of the mini-batch, from its gathered `outputs`; None: of the caller's micro-batches."""
@@ -179,22 +213,20 @@ class LossStage:
             return self.tree(outputs)
         return [tree(self._at_home(self.outputs.pop(i))) for i, tree in enumerate(self.trees)]
 
-    def other_results(self, i: int) -> list[torch.Tensor]:
-        """Returns the final values of the inputs and attributes that forward changes, of a separate micro-batch."""
-        return self._at_home(self.others.pop(i, []))
-
-    def gather_other_results(self) -> list[torch.Tensor]:
-        rows = [self._at_home(self.others.pop(i)) for i in sorted(self.others)]
-        ways = [(how, what) for (_, how), what in zip(self.bound.results, self.bound.result_names, strict=True)][
-            len(self.bound.program.outputs) :
-        ]
-        return self._gathered(rows, ways)
+    def other_results(self) -> list[list[torch.Tensor]]:
+        """Returns what forward leaves in inputs and attributes: of the mini-batch, or of each of the caller's."""
+        rows = [self._at_home(self.others.pop(i, [])) for i in range(len(self.bounds))]
+        if self.losses.is_handed_over:
+            return rows
+        results = zip(self.bound.results, self.bound.result_names, strict=True)
+        ways = [(how, what) for (_, how), what in results][len(self.bound.program.outputs) :]
+        return [self._gathered(rows, ways)]
 
     def _gathered(self, rows: Sequence[Sequence[Any]], ways: Sequence[tuple[int | str | None, str]]) -> list[Any]:
         columns = zip(zip(*rows, strict=True), ways, strict=True)
         return [gather(parts, how, self.shares, what) for parts, (how, what) in columns]
 
-    def verify(self, outputs: Sequence[Any]) -> bool | None:
+    def _verify(self, outputs: Sequence[Any]) -> bool | None:
         """Raises `LossError` if the losses of micro-batches do not add up to the loss of all gathered `outputs`.
 
         Returns True if it was compared; None if the loss draws random numbers.
@@ -202,7 +234,13 @@ class LossStage:
         rows = [self._at_home(self.gradients.pop(i)) for i in sorted(self.gradients)]
         columns = zip(*rows, strict=True)
         home = self.bound.devices[-1]  # in a stream other mini-batches may be computing losses
-        with set_thread_state(self.bound.state), hold_generators(home), restore_generators(home):
+        own = [] if home == _CPU else [accelerator.default_generator(home)]
+        with (
+            set_thread_state(self.bound.state),
+            generator_lock(_CPU),
+            generator_lock(home),
+            accelerator.restore_generators(own),
+        ):
             return verify_loss(
                 self.losses,
                 [GatheredOutput(x, how, g) for x, (how, _), g in zip(outputs, self._ways(), columns, strict=True)],
@@ -217,11 +255,6 @@ class LossStage:
         return [ways[link.value] for link in self.bound.wiring.links[-1]]
 
 
-def _bring(transport: Transport, home: torch.device, value: Any, device: torch.device | None) -> Any:
-    """Copies a tensor to a device, by default to the device of the last stage's parameters."""
-    return transport.bring(value, device or home) if isinstance(value, torch.Tensor) else value
-
-
 @dataclass(slots=True)
 class MiniBatchLossStage(LossStage):
     """Computes one loss of all outputs, on the worker that runs the last F: a joint tail, or `reduction="batch"`."""
@@ -234,7 +267,7 @@ class MiniBatchLossStage(LossStage):
         if len(self.received) < len(self.bounds):
             return
         rows = [self.received.pop(k) for k in range(len(self.bounds))]
-        with hold_generators(self.bound.devices[-1]):
+        with generator_lock(_CPU), generator_lock(self.bound.devices[-1]):
             loss, begin = self.run_as_caller(self._loss_of_all, [outputs for outputs, _ in rows])
         if not loss.requires_grad:
             return
@@ -281,9 +314,16 @@ class OutputTree:
         With `reduction="mean"` their mean does: a sum over samples counts once for each part of the batch.
         """
         handed_out = self._handed_out(values)
-        combined = {
-            one.output: _combined_share(one, handed_out, known, weight, reduction) for one in self.bound.combinations
-        }
+        combined = dict[int, Any]()
+        for one in self.bound.combinations:
+            if one.is_affine:
+                value = one.share(handed_out, known, weight)
+                value = value * weight if reduction == "sum" and weight != 1 else value
+            else:
+                value = one.of(handed_out)
+                if weight != 1 and tensor_requires_grad(value):
+                    value = _GradientRefusal.apply(value, f"{one.where} {NOT_AFFINE}")
+            combined[one.output] = value
         if reduction == "mean" and weight != 1:
             leaves = self.bound.out_spec.num_leaves
             for place, how in enumerate(self.bound.out_dims[:leaves]):
@@ -294,16 +334,6 @@ class OutputTree:
 
     def _handed_out(self, values: Sequence[Any]) -> list[Any]:
         return [place.value if isinstance(place, ConstantOutput) else values[place] for place in self.places]
-
-
-def _combined_share(
-    one: OutputCombination, handed_out: Sequence[Any], known: Mapping[int, Any], weight: float, reduction: str
-) -> Any:
-    if not one.is_affine:
-        value = one.of(handed_out)
-        return value if weight == 1 else _refuse_gradient(value, f"{one.where} {NOT_AFFINE}")
-    value = one.share(handed_out, known, weight)
-    return value * weight if reduction == "sum" and weight != 1 else value
 
 
 class _GradientRefusal(torch.autograd.Function):
@@ -317,7 +347,3 @@ class _GradientRefusal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         raise LossError(ctx.why)
-
-
-def _refuse_gradient(value: Any, why: str) -> Any:
-    return _GradientRefusal.apply(value, why) if isinstance(value, torch.Tensor) and value.requires_grad else value

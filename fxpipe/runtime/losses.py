@@ -11,10 +11,9 @@ Micro-batch i, with b_i of b samples, has in the loss of the mini-batch the weig
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -22,9 +21,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
-from fxpipe.utils import accelerator
 from fxpipe.utils.pytree import map_tensor_leaves
-from fxpipe.utils.random_generators import generator_lock
 from fxpipe.utils.units import with_article
 
 LOSS_REDUCTIONS = ("mean", "sum", "batch")
@@ -114,11 +111,11 @@ class MicroBatchLosses:
         self.values[i], self.weights[i] = loss.detach(), weight
         if self.returns_weights and self.unit is None:
             self.unit = _unit_near(weight, len(self.shares))
+        factor = self.bring(self.unit, loss.device) if self.returns_weights else self.share(i) * self.scale
         if self.returns_weights or self.scaler is not None:
-            unit = self.bring(self.unit, loss.device) if self.returns_weights else None
-            loss = self._for_backward(loss, unit if self.returns_weights else self.share(i) * self.scale)
+            loss = self._for_backward(loss, factor)
             return loss, torch.ones_like(loss)
-        return loss, torch.full_like(loss, self.share(i) * self.scale)
+        return loss, torch.full_like(loss, factor)
 
     def share(self, i: int) -> Any:
         """Returns the relative weight of micro-batch i."""
@@ -160,14 +157,17 @@ class MicroBatchLosses:
     @property
     def weight(self) -> Any:
         """The weight of the mini-batch, for losses that are pairs."""
-        weights = [self.bring(weight, None) for weight in self.weights]
-        return sum(weights[1:], weights[0])
+        return self._sum(self.weights)
 
     @property
     def sum_of_totals(self) -> Any:
         """The total of the mini-batch, for losses that are pairs."""
-        values = [self.bring(v, None) for v in self.values if v is not None]
-        return sum(values[1:], values[0])
+        return self._sum(self.values)
+
+    def _sum(self, values: Sequence[Any]) -> Any:
+        """Returns the sum of values of micro-batches, on one device, in order."""
+        first, *more = [self.bring(value, None) for value in values if value is not None]
+        return sum(more, first)
 
     def total(self) -> torch.Tensor:
         """Returns the loss of the mini-batch. Raises `LossError` if it does not require grad."""
@@ -178,9 +178,8 @@ class MicroBatchLosses:
             )
         if self.returns_weights:
             return torch.as_tensor(self.sum_of_totals / self.weight)
-        values = [self.bring(v, None) for v in self.values if v is not None]
-        scaled: list[torch.Tensor] = [v * self.share(i) for i, v in enumerate(values)]
-        return sum(scaled[1:], scaled[0])
+        total: torch.Tensor = self._sum([None if v is None else v * self.share(i) for i, v in enumerate(self.values)])
+        return total
 
 
 def check_loss_function(loss_fn: Any, target: Any) -> None:
@@ -293,32 +292,6 @@ def check_scaler(scaler: Any) -> None:
             f"grad_scaler is {with_article(scaler)}; expected a torch.amp.GradScaler, whose scaler.step(optimizer) "
             "and scaler.update() stay yours to call"
         )
-
-
-# -- Random numbers in loss_fn: noise, dropout, sampled negatives ----------------------------------------------------
-#
-# They are drawn from torch's generators, as in a plain loop over micro-batches. A stage whose kernels accept no other
-# generator borrows one and restores it, so loss_fn holds the generators while it runs. The loss of the whole mini-batch
-# draws other numbers and cannot be compared; computing a loss twice shows whether it draws.
-
-_CPU = torch.device("cpu")
-
-
-def hold_generators(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A block in which no stage borrows the generators of the CPU and of `device`."""
-    return generator_lock(_CPU) if device == _CPU else _hold_both(device)
-
-
-@contextlib.contextmanager
-def _hold_both(device: torch.device) -> Iterator[None]:
-    with generator_lock(_CPU), generator_lock(device):  # all callers lock in this order
-        yield
-
-
-def restore_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A block that restores the states of these generators at its end."""
-    own = [] if device.type == "cpu" else [accelerator.default_generator(device)]
-    return accelerator.restore_generators(own)
 
 
 def are_bitwise_equal(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:

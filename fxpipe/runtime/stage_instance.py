@@ -9,8 +9,7 @@ forward changes is copied for each F.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,12 +59,12 @@ def updated_running_statistics(
     # All calls are batched: a stage may have dozens of them, with few channels each.
     widths = tuple(mean.numel() for _, _, _, mean, _, _ in micro_batches[0])
     counts = tuple(tuple(n for _, _, n, *_ in calls) for calls in micro_batches)
-    mean, var = merge_statistics(
-        counts,
-        widths,
-        torch.stack([torch.cat([mean for _, _, _, mean, _, _ in calls]) for calls in micro_batches]),
-        torch.stack([torch.cat([var for _, _, _, _, var, _ in calls]) for calls in micro_batches]),
-    )
+    means = torch.stack([torch.cat([mean for _, _, _, mean, _, _ in calls]) for calls in micro_batches])
+    variances = torch.stack([torch.cat([var for _, _, _, _, var, _ in calls]) for calls in micro_batches])
+    of_mean, within, between = _merge_weights(counts, widths, means.device)
+    means = means.double()
+    mean = (of_mean * means).sum(0)
+    var = (within * variances + between * (means - mean) ** 2).sum(0)
     for call, new_mean, new_var in zip(
         _norm_calls(micro_batches[0]), mean.split(widths), var.split(widths), strict=True
     ):
@@ -90,24 +89,14 @@ def _norm_calls(statistics: Sequence[BatchStatistics]) -> list[tuple[str, str, f
     return [(mean, var, momentum) for mean, var, *_, momentum in statistics]
 
 
-def merge_statistics(
-    counts: tuple[tuple[int, ...], ...], widths: tuple[int, ...], means: torch.Tensor, variances: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges the statistics of parts, one in each row: returns mean and unbiased variance of all values, in float64.
-
-    `counts`: the number of values for each part and each group of columns. `widths`: of the groups.
-    """
-    of_mean, within, between = _merge_weights(counts, widths, means.device)
-    means = means.double()
-    mean = (of_mean * means).sum(0)
-    return mean, (within * variances + between * (means - mean) ** 2).sum(0)
-
-
 @functools.lru_cache(maxsize=64)
 def _merge_weights(
     counts: tuple[tuple[int, ...], ...], widths: tuple[int, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes n / N, (n - 1) / (N - 1), n / (N - 1); cached, so that later steps do not wait for a GPU."""
+    """Returns n / N, (n - 1) / (N - 1), n / (N - 1) by micro-batch and channel; `widths`: channels of each call.
+
+    Cached, so that later steps do not wait for a GPU.
+    """
     n = torch.tensor(counts, dtype=torch.float64).repeat_interleave(torch.tensor(widths), dim=1)
     total = n.sum(0)
     return (n / total).to(device), ((n - 1) / (total - 1)).to(device), (n / (total - 1)).to(device)
@@ -212,26 +201,23 @@ class StageTotals:
             check_same_norm_calls(first, ran.statistics)
 
     def final_buffers(
-        self, others: Sequence[StageTotals] = (), bring: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self, others: Sequence[StageTotals], bring: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Returns the buffers that change, after all micro-batches.
 
         `others`: totals of the stage's other replicas. `bring`: moves a tensor to the device of the first one.
         """
         statistics = {i: calls for one in (self, *others) for i, calls in one._statistics.items()}
-        ordered = [statistics[i] for i in sorted(statistics)]
-        buffers = self.buffers | self._counters
-        if bring is not None:
-            for calls in ordered[1:]:
-                check_same_norm_calls(ordered[0], calls)
-            ordered = [
-                [
-                    (mean_name, var_name, n, bring(mean), bring(var), momentum)
-                    for mean_name, var_name, n, mean, var, momentum in calls
-                ]
-                for calls in ordered
+        ordered = [
+            [
+                (mean_name, var_name, n, bring(mean), bring(var), momentum)
+                for mean_name, var_name, n, mean, var, momentum in statistics[i]
             ]
-            buffers = {name: bring(value) for name, value in buffers.items()}
+            for i in sorted(statistics)
+        ]
+        for calls in ordered[1:]:
+            check_same_norm_calls(ordered[0], calls)
+        buffers = {name: bring(value) for name, value in (self.buffers | self._counters).items()}
         return updated_running_statistics(buffers, ordered)
 
     def add(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
@@ -357,34 +343,25 @@ class StageInstance:
         if not roots or not wanted:
             return [None] * len(pending.leaves)
         early = self._large if self.totals.when_final is None else self._all
-        if early:
-            with self._added_as_they_come(early), _stage_backward:
-                results = gradients_of(wanted, roots, arrived)
-            self.totals.add((n, gradient) for n, gradient in zip(self._names, results, strict=False) if n not in early)
-        else:  # without a context manager, which is costly for small stages
+        # Autograd adds these gradients to their sums immediately, and keeps none.
+        handles = [self.views[name].register_hook(functools.partial(self._add_now, name)) for name in early]
+        try:
             with _stage_backward:
                 results = gradients_of(wanted, roots, arrived)
-            self.totals.add(zip(self._names, results, strict=False))
+        finally:
+            for handle in handles:
+                handle.remove()
+        of_parameters = zip(self._names, results, strict=False)
+        self.totals.add([one for one in of_parameters if one[0] not in early] if early else of_parameters)
         if pending.tape is not None:
             pending.tape.arrived(results[of_weights:])
         return results[len(self._summed) : of_weights]
 
-    @contextmanager
-    def _added_as_they_come(self, names: Collection[str]) -> Iterator[None]:
-        """A block in which autograd adds these gradients to their sums immediately, and keeps none."""
-
-        def add(gradient: torch.Tensor | None, name: str) -> torch.Tensor | None:
-            self.totals.add([(name, gradient)])
-            if gradient is None or gradient.layout != torch.strided:
-                return None
-            return gradient.new_empty(()).expand(gradient.shape)
-
-        handles = [self.views[name].register_hook(functools.partial(add, name=name)) for name in names]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _add_now(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self.totals.add([(name, gradient)])
+        if gradient is None or gradient.layout != torch.strided:
+            return None
+        return gradient.new_empty(()).expand(gradient.shape)
 
     def weight_gradients(self, tape: WeightGradientTape) -> None:
         """Sums the gradients of the parameters that B has left."""

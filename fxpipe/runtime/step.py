@@ -289,8 +289,7 @@ class Step(ActionPerformer):
         replicas = self.replica_totals[j]
         totals = replicas[replica_of(self.micro_batches - 1, len(replicas))]  # the replica of the last micro-batch
         others = [one for one in replicas if one is not totals]
-        bring = partial(self.transport.bring, target=self.devices[j]) if others else None
-        for name, value in totals.final_buffers(others, bring).items():
+        for name, value in totals.final_buffers(others, partial(self.transport.bring, target=self.devices[j])).items():
             tensors = next(one.tensors for one in self.open_programs if one.bound.program.stages[j].uses(name))
             if name in totals.assigned:
                 tensors.set(name, value)

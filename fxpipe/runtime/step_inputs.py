@@ -177,8 +177,11 @@ class StepInputs:
             for place, (leaf, dim) in enumerate(zip(leaves, dims, strict=False))
             if tensor_requires_grad(leaf)
         )
+        parts: list[list[Any]] = []
         with torch.no_grad():  # parts begin separate graphs
-            parts: Sequence[Sequence[Any]] = [*map(_own_inputs, bounds, every)]
+            for one, leaves in zip(bounds, every, strict=False):
+                written = one.program.written_inputs  # copied, since R reads their values of before
+                parts.append([clone(leaf) if place in written else leaf for place, leaf in enumerate(leaves)])
             if not given_inputs.is_handed_over:
                 parts = scatter(parts[0], dims, m)
         values = tuple(leaf for leaves in every for leaf in leaves)
@@ -188,25 +191,10 @@ class StepInputs:
     def programs(self) -> list[BoundProgram]:
         return different_programs(self.bounds)
 
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The devices of the stages, the same in all programs."""
-        return self.bounds[0].devices
-
-    @property
-    def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:
-        """By stage, the devices of all replicas."""
-        return self.bounds[0].stage_devices
-
 
 def _with_head(bound: BoundProgram, leaves: Sequence[Any], samples: int) -> Sequence[Any]:
     """Returns the inputs of the program: the model's inputs, and the values that `bound.head` computes from them."""
     return leaves if bound.head is None else [*leaves, *bound.head(leaves, samples).values()]
-
-
-def _own_inputs(bound: BoundProgram, leaves: Sequence[Any]) -> list[Any]:
-    """Copies inputs that are written to after forward, since R reads their old values."""
-    return [clone(leaf) if place in bound.program.written_inputs else leaf for place, leaf in enumerate(leaves)]
 
 
 def tensor_requires_grad(value: Any) -> bool:

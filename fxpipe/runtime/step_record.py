@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
@@ -53,8 +53,7 @@ class StepLog:
     updates: list[StepLog] = field(default_factory=list)  # updates of the weights after the step
 
     def now(self) -> StepLog:
-        copies = {one.name: getattr(self, one.name).copy() for one in fields(self)}
-        return replace(self, **copies)
+        return StepLog(*(getattr(self, one.name).copy() for one in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +76,14 @@ class HostClock:
     def seconds(self, when: TimeMark) -> float:
         if isinstance(when, float):
             return when
-        if when.device not in self._now:
-            self._now[when.device] = self._common(when.device)
-        host, event = self._now[when.device]
+        device = when.device
+        if device not in self._now:
+            accelerator.synchronize(device)
+            event = accelerator.record_event(accelerator.current_stream(device), timing=True)
+            event.synchronize()
+            self._now[device] = time.perf_counter(), event
+        host, event = self._now[device]
         return host - accelerator.seconds_between(when, event)
-
-    @staticmethod
-    def _common(device: torch.device) -> tuple[float, torch.Event]:
-        """Synchronizes with the GPU and reads both clocks."""
-        accelerator.synchronize(device)
-        event = accelerator.record_event(accelerator.current_stream(device), timing=True)
-        event.synchronize()
-        return time.perf_counter(), event
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +244,8 @@ class StepRecord(TimelineMixin):
 
 def step_record_of(notes: StepNotes) -> StepRecord:
     schedule, bounds, log = notes.schedule, notes.bounds, notes.log
-    row_of = schedule.row_of
-    names = {d: _device_name(bounds[0], j, i) for (j, i), d in row_of.items()}
-    clock = HostClock()
+    row_of, stage_devices, clock = schedule.row_of, bounds[0].stage_devices, HostClock()
+    names = {d: str(stage_devices[j][replica_of(i, len(stage_devices[j]))]) for (j, i), d in row_of.items()}
     parts, away = _step_parts(log, clock)
     has_loss = len(parts) == 1 and any(action.kind is ActionKind.BACKWARD for action in log.times)
     transfers = tuple(_transfer_records(bounds, notes.moved, has_loss))
@@ -273,19 +267,16 @@ def step_record_of(notes: StepNotes) -> StepRecord:
             moved_bytes = received[action], sent[action]
             actions.append(ActionRecord(action, start, end, d, waited, *moved_bytes, core_seconds.get(action)))
     actions.sort(key=lambda a: a.start)
-    devices = tuple(
-        _device_record(names.get(d, ""), [a for a in actions if a.device == d]) for d in range(len(schedule.rows))
-    )
+    devices = []
+    for d in range(len(schedule.rows)):
+        own = [a for a in actions if a.device == d]
+        busy, waited = sum(a.end - a.start for a in own), sum(a.waited for a in own)
+        devices.append(
+            DeviceRecord(names.get(d, ""), busy, waited, sum(a.received for a in own), sum(a.sent for a in own))
+        )
     losses = tuple(clock.seconds(end) - clock.seconds(start) for _, (start, end) in sorted(log.losses.items()))
-    verification = sum(log.verifications)
-    return StepRecord(
-        schedule.name, tuple(actions), transfers, devices, away, losses, verification, samples=notes.samples
-    )
-
-
-def _device_name(bound: BoundProgram, stage: int, micro_batch: int) -> str:
-    devices = bound.stage_devices[stage]
-    return str(devices[replica_of(micro_batch, len(devices))])
+    more = losses, sum(log.verifications)
+    return StepRecord(schedule.name, tuple(actions), transfers, tuple(devices), away, *more, samples=notes.samples)
 
 
 ActionTimes = dict[Action, tuple[float, float]]
@@ -335,13 +326,3 @@ def _transfer_records(
         origin, target = (Action(ActionKind.FORWARD, n - 1, i) if j == n else Action(kind, j, i) for j in (maker, user))
         if origin.stage != target.stage:
             yield TransferRecord(origin, target, size, value)
-
-
-def _device_record(name: str, actions: Sequence[ActionRecord]) -> DeviceRecord:
-    return DeviceRecord(
-        name,
-        sum(a.end - a.start for a in actions),
-        sum(a.waited for a in actions),
-        sum(a.received for a in actions),
-        sum(a.sent for a in actions),
-    )

@@ -41,8 +41,7 @@ from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.engine import Engine, losses_of
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.executors import ActionPerformer
-from fxpipe.runtime.loss_audit import LossEvidence, LossVerdict
-from fxpipe.runtime.loss_checks import LossHistory
+from fxpipe.runtime.loss_checks import LossHistory, LossVerdict
 from fxpipe.runtime.loss_stage import NOT_AFFINE
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_instance import StageInstance
@@ -404,7 +403,7 @@ class Stream:
         self._queue(self._order.admit(count))
 
     def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
-        return self.engine.history_of(given_inputs, self.loss)
+        return self.engine.loss_histories.of(given_inputs, self.loss)
 
     def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> StreamStep:
         looks = history.look_at_elements and len(given_inputs.samples) > 1
@@ -455,8 +454,8 @@ class Stream:
     def _checked_loss(self, one: MiniBatch) -> torch.Tensor:
         assert one.step.loss is not None
         loss = one.step.loss.losses.total()
-        evidence, _ = LossEvidence.of(one.step, one.history, one.is_verified, is_asked=False)
-        LossVerdict.of([[evidence]]).check(one.history, one.step.micro_batches)
+        evidence, _ = one.step.loss.evidence(one.history, one.is_verified, False, one.step.log)
+        LossVerdict([[evidence]]).check(one.history, one.step.micro_batches)
         one.is_verified = evidence.is_proved
         return loss
 

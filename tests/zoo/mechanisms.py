@@ -131,7 +131,7 @@ MECHANISMS = (
     *_group(
         "steps",
         ("inputs that require grad", "runtime.exchange.Exchange.input_gradients", "x.requires_grad_()"),
-        ("backward that is differentiated", "runtime.commit._undifferentiable", "create_graph=True"),
+        ("backward that is differentiated", "runtime.commit._Undifferentiable.forward", "create_graph=True"),
         ("gradients rolled back", "runtime.commit.gradient_rollback", "a backward that fails"),
         ("the modes around a call", "runtime.caller_context._modes_suspended", "a mode around the call"),
         ("forward and backward interleaved", "runtime.engine.Engine.forward_backward", "forward_backward()"),
