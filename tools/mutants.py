@@ -116,7 +116,7 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/stream.py",
-        "            one.step.commit_buffers_of(j)\n",
+        "            one.commit_buffers_of(j)\n",
         "            pass\n",
         "behaviour/test_pipedream.py::test_batch_norm_sees_the_mini_batches_in_order",
     ),
@@ -2169,7 +2169,7 @@ DISTRIBUTED = (
             ),
             (
                 "rank_engine",
-                "self.replicas.count > 1 and step.loss.tree.is_weighed",
+                "self.replicas.count > 1 and step.loss.bound.is_weighed",
                 "False",
                 "_data_parallel.py",
             ),

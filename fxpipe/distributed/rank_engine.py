@@ -228,7 +228,7 @@ class RankEngine(Engine):
                 report.loss = loss_of_replica(step.loss.losses)
             if step.loss is not None and kind is not None:
                 # The micro-batches of all replicas add up to the loss, which is not verified here.
-                is_compared = is_verified and not (self.replicas.count > 1 and step.loss.tree.is_weighed)
+                is_compared = is_verified and not (self.replicas.count > 1 and step.loss.bound.is_weighed)
                 report.evidence, outputs = step.loss.evidence(kind, is_compared, call.return_outputs, step.log)
                 losses = step.loss.losses
                 report.evidence.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]

@@ -49,7 +49,7 @@ from fxpipe.runtime.loss_checks import LossEvidence, LossHistory, LossVerdict, w
 from fxpipe.runtime.stage_updates import OverlappedUpdates
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
-from fxpipe.runtime.stream import MiniBatch, StageWeights, Stream, StreamRun, StreamStep
+from fxpipe.runtime.stream import StageWeights, Stream, StreamRun, StreamStep
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils.pytree import map_tensor_leaves
@@ -140,7 +140,7 @@ class RankStreamRun(StreamRun):
     """Performs the actions of one stage; sends and receives their packets."""
 
     def __init__(
-        self, *arguments: Any, packets: StreamLink, group: RankGroup, report: Callable[[MiniBatch], LossReport]
+        self, *arguments: Any, packets: StreamLink, group: RankGroup, report: Callable[[StreamStep], LossReport]
     ):
         """`report`: makes the report of a mini-batch after its last backward in the last stage."""
         super().__init__(*arguments)
@@ -172,14 +172,14 @@ class RankStreamRun(StreamRun):
         super().pass_on(action)
 
     @staticmethod
-    def _is_end(one: MiniBatch, own: Action) -> bool:
+    def _is_end(one: StreamStep, own: Action) -> bool:
         """Returns whether this is the last backward of a mini-batch in a stage."""
-        return own.kind is ActionKind.BACKWARD and own.micro_batch == one.step.micro_batches - 1
+        return own.kind is ActionKind.BACKWARD and own.micro_batch == one.micro_batches - 1
 
 
-def _rank_step(one: MiniBatch) -> RankStreamStep:
-    assert isinstance(one.step, RankStreamStep)
-    return one.step
+def _rank_step(one: StreamStep) -> RankStreamStep:
+    assert isinstance(one, RankStreamStep)
+    return one
 
 
 class RankStream(Stream):
@@ -270,14 +270,14 @@ class RankStream(Stream):
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
-    def _loss_report(self, one: MiniBatch) -> LossReport:
+    def _loss_report(self, one: StreamStep) -> LossReport:
         """Makes the report of a mini-batch. Raises `LossError` if its micro-batches do not add up to its loss."""
-        stage = one.step.loss
+        stage = one.loss
         assert stage is not None
         losses = stage.losses
         self.engine.refuse_strange_leaves(stage)
         replicas, step = self._replicas, _rank_step(one)
-        if replicas.count > 1 and stage.tree.is_weighed:
+        if replicas.count > 1 and stage.bound.is_weighed:
             one.is_verified = False  # the micro-batches of all replicas add up to the loss, which is not verified here
         loss, divisor = super()._checked_loss(one), losses.divisor
         if replicas.count > 1:
@@ -292,7 +292,7 @@ class RankStream(Stream):
                 for k, (leaf, gradient, count) in enumerate(own):
                     stage.own[id(leaf)] = (leaf, sums[k].to(gradient.device), count)
         loss, divisor = map_tensor_leaves(lambda t: t.detach().cpu(), (loss, divisor))
-        shares = [float(losses.share(i) * losses.scale) for i in range(one.step.micro_batches)]
+        shares = [float(losses.share(i) * losses.scale) for i in range(one.micro_batches)]
         return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), one.is_verified)
 
     # -- updates -------------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class RankStream(Stream):
             self._digest = digest(self._summed)
             replicas.prepare_sum(self._summed, self._digest)
 
-    def _checked_loss(self, one: MiniBatch) -> torch.Tensor:
+    def _checked_loss(self, one: StreamStep) -> torch.Tensor:
         step = _rank_step(one)
         report = step.report
         if report is None:

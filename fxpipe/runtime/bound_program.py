@@ -105,6 +105,20 @@ class BoundProgram:
         written = [f"what forward writes to the input {place}" for place in self.program.written_inputs]
         return [*outputs, *written, *(f"the attribute {name!r}, which forward sets," for name in self.program.left)]
 
+    @property
+    def is_weighed(self) -> bool:
+        """True if an output of a micro-batch differs from its share in the mini-batch's."""
+        return bool(self.combinations) or "sum" in self.out_dims
+
+    def handed_out(self, values: Sequence[Any]) -> list[Any]:
+        """Returns outputs and pieces, from the values that the loss receives."""
+        return [place.value if isinstance(place, ConstantOutput) else values[place] for place in self.wiring.outputs]
+
+    def output_of(self, values: Sequence[Any]) -> Any:
+        """Returns the output of the mini-batch, or of a micro-batch, from the values that the loss receives."""
+        is_simple = self.wiring.outputs == (0,) and self.out_spec.is_leaf()
+        return values[0] if is_simple else self.output(self.handed_out(values))
+
     def output(self, handed_out: Sequence[Any], combined: Mapping[int, Any] | None = None) -> Any:
         """Returns the model's output from gathered values. `combined`: by place, outputs that are not among these."""
         leaves, computed = list(handed_out[: self.out_spec.num_leaves]), dict[str, Any]()

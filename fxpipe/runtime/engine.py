@@ -41,7 +41,6 @@ from fxpipe.runtime.step_record import StepNotes, StepRecord, step_record_of
 from fxpipe.runtime.transport import Transport, leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, with_updates
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
-from fxpipe.scheduling.replicas import replica_of
 from fxpipe.scheduling.validation import check_order
 from fxpipe.utils import accelerator
 from fxpipe.utils.batch_split import rows_of_inputs
@@ -403,20 +402,19 @@ class Engine:
             _refuse_parameters_in_loss(step.loss, updates)
         own = {id(parameter) for parameter in updates.parameters.get(j, ())}
         named = {name: tensor for name, tensor in steps[0].trained_parameters().items() if id(tensor) in own}
-
-        summed: set[str] = set()
+        trained: list[torch.Tensor] = []
 
         def finish(_: object) -> GradientList:
             divisors = [step.divisor for step in steps]
             means: GradientList = [_mean_gradient(name, t.device, steps, divisors) for name, t in named.items()]
-            summed.update(name for name, gradient in zip(named, means, strict=True) if gradient is not None)
+            trained.extend(t for t, gradient in zip(named.values(), means, strict=True) if gradient is not None)
             return means
 
         if named:
             (root,) = attach_commit(finish, [torch.zeros((), device="cpu")], [*named.values()])
             with gradient_rollback([*named.values()]):
                 root.backward()
-        updates.step(j, [tensor for name, tensor in named.items() if name in summed])
+        updates.step(j, trained)
 
 
 def gathered_results(step: Step) -> tuple[list[Any], dict[ReceivedValue, list[BoundaryValue]]]:
@@ -481,10 +479,10 @@ def losses_of(
     bound, target, shares = given_inputs.bound, given_inputs.targets, given_inputs.shares
     devices, home = bound.stage_devices[-1], bound.devices[-1]
     if given_inputs.is_handed_over:
-        targets = targets_of_replicas([*target], devices)
+        targets = targets_on_devices(target, devices)
         return MicroBatchLosses(call.function, call.reduction, shares, targets, call.scaler, is_handed_over=True)
     if given_inputs.takes_all(call.reduction):
-        targets = targets_on_device([target], home)
+        targets = targets_on_devices([target], [home])
         return MicroBatchLosses(call.function, "sum", (1.0,), targets, call.scaler, takes_all=True)
     whole = None
     if is_verified:  # copied before the step, since loss_fn may write to the target
@@ -526,23 +524,19 @@ def scatter_target(
         refuse_hidden_tensors("target", leaf)
         refuse_layout("target", leaf)
     dims = target_dims(leaves, batch, rows) if count > 1 else [None] * len(leaves)
-    if not leaves:
-        return [target] * count
-    moved = leaves_on_device(leaves, devices[0]) if len({*devices}) == 1 else leaves
-    parts = [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)]
-    return parts if moved is not leaves else targets_of_replicas(parts, devices)
-
-
-def targets_of_replicas(targets: list[tuple[Any, ...]], devices: Sequence[torch.device]) -> list[tuple[Any, ...]]:
-    """Moves the target of each micro-batch to the device of the replica that computes its loss."""
     if len({*devices}) == 1:
-        return targets_on_device(targets, devices[0])
-    return [targets_on_device([one], devices[replica_of(i, len(devices))])[0] for i, one in enumerate(targets)]
+        leaves = leaves_on_device(leaves, devices[0])
+    return targets_on_devices([pytree.tree_unflatten(part, spec) for part in scatter(leaves, dims, count)], devices)
 
 
-def targets_on_device(targets: list[tuple[Any, ...]], device: torch.device) -> list[tuple[Any, ...]]:
-    leaves, spec = flatten(targets)
-    return pytree.tree_unflatten(leaves_on_device(leaves, device), spec) if leaves else targets
+def targets_on_devices(targets: Sequence[tuple[Any, ...]], devices: Sequence[torch.device]) -> list[tuple[Any, ...]]:
+    """Moves the target of each micro-batch to the device of the replica that computes its loss."""
+    moved, turns = [*targets], len(devices) if len({*devices}) > 1 else 1
+    for turn in range(turns):
+        leaves, spec = flatten(moved[turn::turns])
+        if leaves:
+            moved[turn::turns] = pytree.tree_unflatten(leaves_on_device(leaves, devices[turn]), spec)
+    return moved
 
 
 @atexit.register

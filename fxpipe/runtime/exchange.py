@@ -47,14 +47,6 @@ class Exchange:
             tuple(own[replica_of(i, len(own))] for own in (*stages, stages[-1] if has_loss else stages[-1][:1]))
             for i in range(len(inputs.bounds))
         ]
-        self._readers = []
-        readers: dict[tuple[int, tuple[torch.device, ...]], Any] = {}
-        for bound, devices in zip(inputs.bounds, self._devices, strict=True):
-            if (id(bound), devices) not in readers:
-                readers[id(bound), devices] = {
-                    value: _by_device(devices, users) for value, users in bound.wiring.users.items()
-                }
-            self._readers.append(readers[id(bound), devices])
         self._may_move = transport.may_copy
         self._values: dict[tuple[int, int, str, int], BoundaryValue] = {}
         self._gradients: dict[tuple[int, str, int], Any] = {}
@@ -81,10 +73,12 @@ class Exchange:
         wants = False
         if isinstance(value, torch.Tensor):
             wants, value = takes_gradient(value), value.detach()
-        for device, users in self._readers[i][maker, name]:
-            sent = self.transport.start_copy(value, device) if self._may_move else value
-            for user in users:
-                self._values[user, maker, name, i] = BoundaryValue(sent, wants)
+        sent: dict[torch.device, Any] = {}
+        for user in self.bounds[i].wiring.users[maker, name]:
+            device = self._devices[i][user]
+            if device not in sent:
+                sent[device] = self.transport.start_copy(value, device) if self._may_move else value
+            self._values[user, maker, name, i] = BoundaryValue(sent[device], wants)
 
     def take(self, user: int, link: ValueLink, i: int) -> BoundaryValue:
         """Removes a value that `user` receives, on its device; there is no other reader."""
@@ -143,16 +137,6 @@ class Exchange:
             total: Any = sum(g for g in gradients if g is not None)
             return total  # type: ignore[no-any-return]
         return torch.cat([torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parts, strict=True)], dim)
-
-
-def _by_device(
-    devices: Sequence[torch.device], users: Sequence[int]
-) -> tuple[tuple[torch.device, tuple[int, ...]], ...]:
-    """Groups users by device, since a value is sent once to each device."""
-    groups: dict[torch.device, list[int]] = {}
-    for user in users:
-        groups.setdefault(devices[user], []).append(user)
-    return tuple((device, tuple(those)) for device, those in groups.items())
 
 
 _WITH_VALUES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)

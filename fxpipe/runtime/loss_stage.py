@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,7 @@ import torch
 from fxpipe._torch.autograd import gradients_of, leaves_below, suspend_hooks
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import LossError, UnequalOutputsError
-from fxpipe.rewriting.program import ConstantOutput
-from fxpipe.runtime.bound_program import BoundProgram, different_programs
+from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.caller_context import CallerStateRunner
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.exchange import Exchange
@@ -68,12 +67,9 @@ class LossStage:
     sums: tuple[dict[int, tuple[torch.Tensor, torch.Tensor, int]], ...] = field(init=False)
     devices: Sequence[torch.device] = field(init=False)  # by micro-batch: of its loss
     run_as_caller: CallerStateRunner = field(init=False)
-    trees: Sequence[OutputTree] = field(init=False)  # by micro-batch
 
     def __post_init__(self) -> None:
         self.run_as_caller = CallerStateRunner(self.bound.state)
-        trees = {id(bound): OutputTree.of(bound) for bound in different_programs(self.bounds)}
-        self.trees = [trees[id(bound)] for bound in self.bounds]
         replicas = self.bound.stage_devices[-1]
         self.sums = tuple({} for _ in replicas)
         self.devices = [replicas[replica_of(i, len(replicas))] for i in range(len(self.bounds))]
@@ -98,10 +94,6 @@ class LossStage:
     def bound(self) -> BoundProgram:
         """The program of the mini-batch, or of the first micro-batch."""
         return self.bounds[0]
-
-    @property
-    def tree(self) -> OutputTree:
-        return self.trees[0]
 
     def _received(self, i: int) -> tuple[list[Any], list[int]]:
         """Takes the outputs of a micro-batch as leaves of the loss's graph; returns these and where they require grad.
@@ -147,12 +139,35 @@ class LossStage:
             self.gradients[i] = gradients
 
     def _loss(self, outputs: Sequence[Any], i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        losses, tree = self.losses, self.trees[i]
-        if losses.is_handed_over or not tree.is_weighed:
-            return losses(tree(outputs), i)
-        weight = losses.shares[i] * losses.portion
-        known = map_tensor_leaves(lambda t: self.losses.bring(t, self.devices[i]), dict(losses.known))
-        return losses(tree.share(outputs, known, weight, losses.reduction), i, lambda: tree(outputs))
+        losses, bound = self.losses, self.bounds[i]
+        if losses.is_handed_over or not bound.is_weighed:
+            return losses(bound.output_of(outputs), i)
+        return losses(self._share(outputs, i), i, lambda: bound.output_of(outputs))
+
+    def _share(self, outputs: Sequence[Any], i: int) -> Any:
+        """Returns the output of a micro-batch such that losses of all of them add up to the loss of the mini-batch.
+
+        With `reduction="mean"` their mean does: a sum over samples counts once for each part of the batch.
+        """
+        losses, bound = self.losses, self.bounds[i]
+        weight, reduction = losses.shares[i] * losses.portion, losses.reduction
+        known = map_tensor_leaves(lambda t: losses.bring(t, self.devices[i]), dict(losses.known))
+        handed_out, combined = bound.handed_out(outputs), dict[int, Any]()
+        for one in bound.combinations:
+            if one.is_affine:
+                value = one.share(handed_out, known, weight)
+                value = value * weight if reduction == "sum" and weight != 1 else value
+            else:
+                value = one.of(handed_out)
+                if weight != 1 and tensor_requires_grad(value):
+                    value = _GradientRefusal.apply(value, f"{one.where} {NOT_AFFINE}")
+            combined[one.output] = value
+        if reduction == "mean" and weight != 1:
+            for place, how in enumerate(bound.out_dims[: bound.out_spec.num_leaves]):
+                value = handed_out[place]
+                if how == "sum" and isinstance(value, torch.Tensor) and value.is_floating_point():
+                    handed_out[place] = value / weight
+        return bound.output(handed_out, combined)
 
     def _go_back(
         self, loss: torch.Tensor, begin: torch.Tensor, outputs: Sequence[torch.Tensor], i: int
@@ -210,8 +225,8 @@ class LossStage:
     def output(self, outputs: Sequence[Any] | None) -> Any:
         """Returns the output of the mini-batch, from its gathered `outputs`; None: of the caller's micro-batches."""
         if outputs is not None:
-            return self.tree(outputs)
-        return [tree(self._at_home(self.outputs.pop(i))) for i, tree in enumerate(self.trees)]
+            return self.bound.output_of(outputs)
+        return [bound.output_of(self._at_home(self.outputs.pop(i))) for i, bound in enumerate(self.bounds)]
 
     def other_results(self) -> list[list[torch.Tensor]]:
         """Returns what forward leaves in inputs and attributes: of the mini-batch, or of each of the caller's."""
@@ -244,7 +259,7 @@ class LossStage:
             return verify_loss(
                 self.losses,
                 [GatheredOutput(x, how, g) for x, (how, _), g in zip(outputs, self._ways(), columns, strict=True)],
-                self.tree,
+                self.bound.output_of,
             )
 
     def _ways(self) -> list[tuple[int | str | None, str]]:
@@ -278,62 +293,13 @@ class MiniBatchLossStage(LossStage):
 
     def _loss_of_all(self, rows: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
         columns = zip(zip(*rows, strict=True), self._ways(), strict=True)
-        output = self.tree([combine(parts, how, self.shares, what) for parts, (how, what) in columns])
+        output = self.bound.output_of([combine(parts, how, self.shares, what) for parts, (how, what) in columns])
         if self.keep_outputs:
             self.kept = map_tensor_leaves(torch.Tensor.detach, output)
         return self.losses(output, 0)
 
     def output(self, outputs: Sequence[Any] | None) -> Any:
         return self.kept  # another run of the tail could draw other random numbers
-
-
-@dataclass(frozen=True, slots=True)
-class OutputTree:
-    """Builds the model's output from the values of the output links."""
-
-    bound: BoundProgram
-    places: tuple[int | ConstantOutput, ...]  # by output: index of its link, or the constant
-    is_weighed: bool  # an output of a micro-batch differs from its share in the mini-batch's
-
-    @classmethod
-    def of(cls, bound: BoundProgram) -> OutputTree:
-        link = {link.value: k for k, link in enumerate(bound.wiring.links[-1])}
-        places = tuple(o if isinstance(o, ConstantOutput) else link[o] for o in bound.program.outputs)
-        is_weighed = bool(bound.combinations) or "sum" in bound.out_dims
-        return cls(bound, places, is_weighed)
-
-    def __call__(self, values: Sequence[Any]) -> Any:
-        """Returns the output of the mini-batch, or of a separate micro-batch."""
-        if self.places == (0,) and self.bound.out_spec.is_leaf():
-            return values[0]
-        return self.bound.output(self._handed_out(values))
-
-    def share(self, values: Sequence[Any], known: Mapping[int, Any], weight: float, reduction: str) -> Any:
-        """Returns the output of a micro-batch such that losses of all of them add up to the loss of the mini-batch.
-
-        With `reduction="mean"` their mean does: a sum over samples counts once for each part of the batch.
-        """
-        handed_out = self._handed_out(values)
-        combined = dict[int, Any]()
-        for one in self.bound.combinations:
-            if one.is_affine:
-                value = one.share(handed_out, known, weight)
-                value = value * weight if reduction == "sum" and weight != 1 else value
-            else:
-                value = one.of(handed_out)
-                if weight != 1 and tensor_requires_grad(value):
-                    value = _GradientRefusal.apply(value, f"{one.where} {NOT_AFFINE}")
-            combined[one.output] = value
-        if reduction == "mean" and weight != 1:
-            leaves = self.bound.out_spec.num_leaves
-            for place, how in enumerate(self.bound.out_dims[:leaves]):
-                value = handed_out[place]
-                if how == "sum" and isinstance(value, torch.Tensor) and value.is_floating_point():
-                    handed_out[place] = value / weight
-        return self.bound.output(handed_out, combined)
-
-    def _handed_out(self, values: Sequence[Any]) -> list[Any]:
-        return [place.value if isinstance(place, ConstantOutput) else values[place] for place in self.places]
 
 
 class _GradientRefusal(torch.autograd.Function):

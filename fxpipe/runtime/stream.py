@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,6 +163,15 @@ class StageWeights:
 
 
 class StreamStep(Step):
+    """A mini-batch, whose stages open and close one after the other."""
+
+    bound: BoundProgram  # whose replicas are in the order of their turns in the stream
+    overlap: OverlappedUpdates
+    history: LossHistory
+    is_verified: bool
+    left: set[int]  # stages not yet updated
+    ended: threading.Event  # set if `left` is empty, or the stream has failed
+
     def _open_stages(self) -> list[dict[int, StageInstance]]:
         return [{} for _ in range(self.micro_batches)]
 
@@ -184,17 +193,6 @@ class StreamStep(Step):
         return action.stage in self._stages[action.micro_batch]
 
 
-@dataclass(slots=True)
-class MiniBatch:
-    step: StreamStep
-    bound: BoundProgram
-    updates: OverlappedUpdates
-    history: LossHistory
-    is_verified: bool
-    left: set[int]  # stages not yet updated
-    ended: threading.Event = field(default_factory=threading.Event)  # set if `left` is empty, or the stream has failed
-
-
 class StreamRun(ActionPerformer):
     """Performs the actions of the mini-batches in flight."""
 
@@ -211,14 +209,14 @@ class StreamRun(ActionPerformer):
         transport = Transport(device for own in stage_devices for device in own)
         # The caller's state changes only with the program, after a drain.
         super().__init__([own[0] for own in stage_devices], transport, context, ThreadState.now(), stage_devices)
-        self.order, self.weights, self.in_flight = order, weights, dict[int, MiniBatch]()
+        self.order, self.weights, self.in_flight = order, weights, dict[int, StreamStep]()
         self.in_order: Collection[int] = ()  # stages with replicas whose forward changes buffers
         for of_stage in weights:
             of_stage.keep_first_version(self.transport)
         self.applied = [0] * len(self.devices)  # by stage: mini-batches in its weights
         self.recomputes, self._update = recomputes, update
 
-    def _at(self, action: Action) -> tuple[MiniBatch, Action]:
+    def _at(self, action: Action) -> tuple[StreamStep, Action]:
         """Returns the mini-batch of an action, and the action within the mini-batch."""
         kind, j, i = action
         t, k = self.order.place(i)
@@ -228,7 +226,7 @@ class StreamRun(ActionPerformer):
 
     def wait(self, action: Action) -> None:
         one, own = self._at(action)
-        one.step.wait(own)
+        one.wait(own)
         for step, other in self._in_steps(self.order.awaited(action, self.in_order)):
             step.fences.wait_behind(other)
 
@@ -238,7 +236,7 @@ class StreamRun(ActionPerformer):
             t, k = self.order.place(action.micro_batch)
             one = self.in_flight.get(t)
             if one is not None:
-                yield one.step, action._replace(micro_batch=k)
+                yield one, action._replace(micro_batch=k)
 
     def _wait_behind_loss(self, i: int) -> None:
         """Returns when the loss of an earlier micro-batch is computed: replicas of the last stage do so in order."""
@@ -250,25 +248,25 @@ class StreamRun(ActionPerformer):
         one = self.in_flight.get(t)
         if one is None:
             return
-        one.step.pass_on(Action(action.kind, action.stage, k))
+        one.pass_on(Action(action.kind, action.stage, k))
         if action.kind is ActionKind.UPDATE:
             for each in self._round(action.stage, t):
                 each.left.discard(action.stage)
                 if not each.left:
                     each.ended.set()
 
-    def _round(self, j: int, t: int) -> list[MiniBatch]:
+    def _round(self, j: int, t: int) -> list[StreamStep]:
         """Returns the mini-batches that make one update of a stage together with mini-batch t."""
         return [self.in_flight[each] for each in self.order.round_of(j, t)]
 
     def open_all(self) -> None:
         for one in list(self.in_flight.values()):
-            one.step.open_all()
+            one.open_all()
             one.ended.set()
 
-    def add(self, t: int, one: MiniBatch) -> None:
+    def add(self, t: int, one: StreamStep) -> None:
         first = self.order.micro_batches
-        one.step.wait_behind_loss = lambda i: self._wait_behind_loss(first + i)  # type: ignore[method-assign]
+        one.wait_behind_loss = lambda i: self._wait_behind_loss(first + i)  # type: ignore[method-assign]
         self.in_flight[t] = one
         if self.failure is not None:  # others may have been opened just before
             self.open_all()
@@ -276,8 +274,8 @@ class StreamRun(ActionPerformer):
     def note_of_failure(self, action: Action, error: BaseException) -> str:
         one, own = self._at(action)
         t, _ = self.order.place(action.micro_batch)
-        is_in_stage = own.kind is not ActionKind.UPDATE and one.step.has_open(own)
-        note = one.step.note_of_failure(own, error) if is_in_stage else super().note_of_failure(own, error)
+        is_in_stage = own.kind is not ActionKind.UPDATE and one.has_open(own)
+        note = one.note_of_failure(own, error) if is_in_stage else super().note_of_failure(own, error)
         return f"{note}; of mini-batch {t} of the stream"
 
     # -- actions -----------------------------------------------------------------------------------------------------
@@ -286,31 +284,31 @@ class StreamRun(ActionPerformer):
         t, k = self.order.place(i)
         one = self.in_flight[t]
         if k < self.order.replicas[j]:
-            one.step.open_stage(j, k, self.weights[j].at(self.order.version(j, t)))
-        one.step.forward(j, k)
-        if k == one.step.micro_batches - 1:
+            one.open_stage(j, k, self.weights[j].at(self.order.version(j, t)))
+        one.forward(j, k)
+        if k == one.micro_batches - 1:
             with self.transport.at_all(self.devices[j]) if self.has_replicas else nullcontext():
-                one.step.commit_buffers_of(j)
+                one.commit_buffers_of(j)
 
     def recompute(self, j: int, i: int) -> None:
         t, k = self.order.place(i)
-        self.in_flight[t].step.recompute(j, k)
+        self.in_flight[t].recompute(j, k)
 
     def backward(self, j: int, i: int) -> None:
         t, k = self.order.place(i)
-        self.in_flight[t].step.backward(j, k)
+        self.in_flight[t].backward(j, k)
 
     def update(self, j: int, i: int) -> None:
         t, _ = self.order.place(i)
         together, weights = self._round(j, t), self.weights[j]
         for one in together:
-            one.step.close_stage(j)
+            one.close_stage(j)
         *others, last = together
         with self.transport.at_all(self.devices[j]):
             weights.begin_update(self.order.version(j, t + 1))
             for one in others:
-                one.updates.begun.append(j)
-            self._update([one.step for one in together], j, last.updates)
+                one.overlap.begun.append(j)
+            self._update(together, j, last.overlap)
             weights.end_update()
         self.applied[j] = t + 1
 
@@ -397,8 +395,10 @@ class Stream:
                 keep_outputs=is_verified,
                 known_tensors=self._tensors[1],
             )
-        updates = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
-        run.add(t, MiniBatch(step, bound, updates, history, is_verified, {*self.stages}))
+        step.overlap = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
+        step.bound, step.history, step.is_verified = bound, history, is_verified
+        step.left, step.ended = {*self.stages}, threading.Event()
+        run.add(t, step)
         step.log.begun.append(time.perf_counter())
         self._queue(self._order.admit(count))
 
@@ -442,20 +442,20 @@ class Stream:
         self.engine.executor.wait(one.ended)
         self._raise_failure()
         loss = self._checked_loss(one)
-        if one.step.loss is not None:
-            one.step.loss.add_up_replicas()
-        self.engine.add_gradients(one.step, one.updates)
+        if one.loss is not None:
+            one.loss.add_up_replicas()
+        self.engine.add_gradients(one, one.overlap)
         self.optimizer.count_step()
         self._collected += 1
         del self._run.in_flight[t]
         self._record(t, one)
         return loss
 
-    def _checked_loss(self, one: MiniBatch) -> torch.Tensor:
-        assert one.step.loss is not None
-        loss = one.step.loss.losses.total()
-        evidence, _ = one.step.loss.evidence(one.history, one.is_verified, False, one.step.log)
-        LossVerdict([[evidence]]).check(one.history, one.step.micro_batches)
+    def _checked_loss(self, one: StreamStep) -> torch.Tensor:
+        assert one.loss is not None
+        loss = one.loss.losses.total()
+        evidence, _ = one.loss.evidence(one.history, one.is_verified, False, one.log)
+        LossVerdict([[evidence]]).check(one.history, one.micro_batches)
         one.is_verified = evidence.is_proved
         return loss
 
@@ -479,7 +479,7 @@ class Stream:
                 raise  # another interrupt
         finally:
             for one in self._run.in_flight.values():
-                one.step.transport.settle()
+                one.transport.settle()
             self._run.in_flight.clear()
             self._close()
         self.note_applied(error)
@@ -505,12 +505,12 @@ class Stream:
 
     # -- the record of the last mini-batches ---------------------------------------------------------------------------
 
-    def _record(self, t: int, one: MiniBatch) -> None:
+    def _record(self, t: int, step: StreamStep) -> None:
         """Keeps the notes of the last mini-batches, but not their steps, which hold tensors."""
-        log, step, first = self._run.log, one.step, self._order.first_micro_batch(t)
+        log, first = self._run.log, self._order.first_micro_batch(t)
         log.losses.update({first + k: marks for k, marks in step.log.losses.items()})
         moved = [(name, source, user, first + k, size) for name, source, user, k, size in step.exchange.moved]
-        self._recent.append((one.bound, range(first, first + step.micro_batches), step.log.begun[0], moved))
+        self._recent.append((step.bound, range(first, first + step.micro_batches), step.log.begun[0], moved))
         if len(self._recent) > RECORDED_MINI_BATCHES:
             _, old, *_ = self._recent.popleft()
             for kind, j, i in itertools.product(ActionKind, range(self._order.stages), old):

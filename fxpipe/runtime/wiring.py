@@ -16,7 +16,15 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpipe.rewriting.program import PIPE_INPUT, Program, ReceivedValue, ValueKey, received_results, value_users
+from fxpipe.rewriting.program import (
+    PIPE_INPUT,
+    ConstantOutput,
+    Program,
+    ReceivedValue,
+    ValueKey,
+    received_results,
+    value_users,
+)
 from fxpipe.scheduling.actions import Action, ActionKind
 
 
@@ -38,6 +46,7 @@ class Wiring:
 
     links: tuple[tuple[ValueLink, ...], ...]  # by stage, then the loss
     users: dict[tuple[int, str], tuple[int, ...]]  # (source, name) -> receivers
+    outputs: tuple[int | ConstantOutput, ...]  # by output: the index of its link to the loss, or the constant
     before: dict[Fence, tuple[Fence, ...]]  # for the same micro-batch, in other stages
     fences_with_loss: dict[Fence, tuple[Fence, ...]]  # `before`, if the loss is computed after the last forward
 
@@ -55,9 +64,11 @@ def wire_program(program: Program) -> Wiring:
         )
 
     links = tuple(tuple(link(user, value) for value in row) for user, row in enumerate(rows))
+    places = {value: place for place, value in enumerate(rows[-1])}
+    outputs = tuple(o if isinstance(o, ConstantOutput) else places[o] for o in program.outputs)
     stages = len(program.stages)
     before = [_fences_before(links, users, stages, has_loss) for has_loss in (False, True)]
-    return Wiring(links, users, *before)
+    return Wiring(links, users, outputs, *before)
 
 
 def _fences_before(

@@ -40,7 +40,7 @@ def _wait(step: ActionPerformer, action: Action) -> None:
     step.wait(action)
     if isinstance(step, StreamRun):
         one, action = step._at(action)
-        one.step.wait_before_loss(action)
+        one.wait_before_loss(action)
     elif isinstance(step, Step):
         step.wait_before_loss(action)
 
