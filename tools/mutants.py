@@ -1432,9 +1432,9 @@ TRACING = (
         "behaviour/test_joint_tail.py::test_a_second_length_makes_a_graph_for_all_lengths",
     ),
     Mutant(
-        "runtime/stream.py",
-        "self.engine.with_names(losses_of(given_inputs, self.loss, is_verified))",
-        "losses_of(given_inputs, self.loss, is_verified)",
+        "runtime/engine.py",
+        "        losses.reads = self.loss_histories.names_read(call.function)",
+        "        losses.reads = frozenset()",
         "behaviour/test_overwritten_attributes.py::test_a_loss_of_a_stream_reads_no_older_values",
     ),
     Mutant(

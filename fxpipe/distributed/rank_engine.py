@@ -36,7 +36,7 @@ from fxpipe.errors import LossError
 from fxpipe.rewriting.program import Program
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors, different_programs
-from fxpipe.runtime.engine import Engine, gathered_results, losses_of
+from fxpipe.runtime.engine import Engine, gathered_results
 from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_checks import LossVerdict
 from fxpipe.runtime.loss_stage import LossStage
@@ -212,7 +212,7 @@ class RankEngine(Engine):
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
         while True:
-            losses = self.losses_of(inputs, part, call, is_verified) if is_last else None
+            losses = self.losses_of_part(inputs, part, call, is_verified) if is_last else None
             step = self._run_row(
                 inputs, schedule, mailbox, part.seed, gradients.open_sum(),
                 losses=losses,
@@ -311,10 +311,12 @@ class RankEngine(Engine):
         if self.replicas.count > 1 and part.changes_buffers:
             share_buffers(self.group, tensors, self.changed_here(inputs))
 
-    def losses_of(self, inputs: RankInputs, part: ReplicaPart, call: LossCall, is_verified: bool) -> MicroBatchLosses:
+    def losses_of_part(
+        self, inputs: RankInputs, part: ReplicaPart, call: LossCall, is_verified: bool
+    ) -> MicroBatchLosses:
         """Returns the losses of this replica's micro-batches."""
         known = map_tensor_leaves(lambda t: t.to(self.group.device), dict(part.known or {}))
-        losses = self.with_names(losses_of(inputs, call, is_verified, known))
+        losses = self.losses_of(inputs, call, is_verified, known)
         losses.portion, losses.unit = part.portion, self.replicas.unit(part)
         return losses
 

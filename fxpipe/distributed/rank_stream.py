@@ -243,7 +243,7 @@ class RankStream(Stream):
             engine.own_inputs(given_inputs),
             engine.model,
             part.seed,
-            losses=engine.losses_of(given_inputs, part, self.loss, is_verified) if is_last else None,
+            losses=engine.losses_of_part(given_inputs, part, self.loss, is_verified) if is_last else None,
             look_at_elements=history.look_at_elements and part.micro_batches > 1,
             group=engine.group,
             part=part,

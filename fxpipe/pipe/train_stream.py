@@ -168,7 +168,7 @@ class StreamLoop:
 
     def _block(self) -> AbstractContextManager[CallerContext]:
         """A block around the stream and the caller's code between its losses."""
-        return self.engine.streaming()
+        return self.engine.occupied(is_streaming=True)
 
     def _fill(self, context: CallerContext) -> None:
         """Reads and queues mini-batches until enough are in flight; after the last one, drains the stream."""

@@ -26,7 +26,7 @@ from fxpipe._torch.autograd import leaves_below
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, LossError, StateError
 from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue
-from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
+from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.commit import GradientList, add_gradient, attach_commit, gradient_rollback
 from fxpipe.runtime.exchange import BoundaryValue
@@ -75,21 +75,12 @@ class Engine:
     @contextmanager
     def running(self) -> Iterator[None]:
         """A block in which no other step can run: workers that served two would wait for each other."""
-        with self._occupied(), self._caller_context.suspended():
+        with self.occupied() as context, context.suspended():
             yield
 
     @contextmanager
-    def streaming(self) -> Iterator[CallerContext]:
+    def occupied(self, is_streaming: bool = False) -> Iterator[CallerContext]:
         """A block like `running`, around code of the caller: its modes and hooks stay active."""
-        with self._occupied() as context:
-            self.is_streaming = True
-            try:
-                yield context
-            finally:
-                self.is_streaming = False
-
-    @contextmanager
-    def _occupied(self) -> Iterator[CallerContext]:
         acquired = False
         self.starts += 1
         self.raise_kept_failure()
@@ -109,6 +100,7 @@ class Engine:
             accelerator.refuse_capture(self.devices)
             self._runner = threading.get_ident()
             self._caller_context = CallerContext.now()
+            self.is_streaming = is_streaming
             yield self._caller_context
         except BaseException:
             if acquired and self._transport is not None:
@@ -116,7 +108,7 @@ class Engine:
             raise
         finally:
             if acquired:
-                self._transport = None
+                self._transport, self.is_streaming = None, False
                 self._runner, self._caller_context = None, CallerContext()
                 self._busy.release()
 
@@ -209,7 +201,7 @@ class Engine:
         updates: Mapping[int, Callable[[], None]],
         devices: Sequence[torch.device],
         placement: Sequence[int],
-        replicas: Sequence[int] = (),
+        replicas: Sequence[int],
     ) -> None:
         """Runs the update of each stage in its worker, after a step.
 
@@ -315,10 +307,13 @@ class Engine:
 
         With `updates` the stages update their weights within the step, unless the step verifies the loss.
         """
-        bound, m = given_inputs.bound, schedule.micro_batches
-        takes_all = given_inputs.takes_all(call.reduction)
-        if not takes_all:
-            _check_scaler_device(call.scaler, bound)
+        m, takes_all = schedule.micro_batches, given_inputs.takes_all(call.reduction)
+        devices = dict.fromkeys(given_inputs.bound.stage_devices[-1])
+        if call.scaler is not None and len(devices) > 1 and not takes_all:
+            raise ArgumentError(
+                f"grad_scaler with replicas of the last stage on {', '.join(map(str, devices))}: it has its scale on "
+                "one device; train in bfloat16, or plan with one replica of the last stage"
+            )
         history = None  # there is one loss, or the caller's micro-batches have no mini-batch to compare with
         if not given_inputs.is_handed_over and not takes_all:
             history = self.loss_histories.of(given_inputs, call)
@@ -328,7 +323,7 @@ class Engine:
                 given_inputs,
                 schedule,
                 seed,
-                losses=self.with_names(losses_of(given_inputs, call, is_verified)),
+                losses=self.losses_of(given_inputs, call, is_verified),
                 keep_outputs=is_verified or call.return_outputs,
                 look_at_elements=history is not None and history.look_at_elements and m > 1,
             )
@@ -362,9 +357,31 @@ class Engine:
         for bound, of_one, values in zip(given_inputs.bounds, leaves, results, strict=False):
             write_back_results(ModelTensors(self.model, bound.constants), of_one, bound.program, values)
 
-    def with_names(self, losses: MicroBatchLosses) -> MicroBatchLosses:
-        """Adds the names in the code of the loss function: a step hides what forward changes under such a name."""
-        losses.reads = self.loss_histories.names_read(losses.function)
+    def losses_of(
+        self,
+        given_inputs: GivenInputs,
+        call: LossCall,
+        is_verified: bool = False,
+        known: Mapping[int, Any] | None = None,
+    ) -> MicroBatchLosses:
+        """Returns the losses of a step. `known`: pieces of the mini-batch, if this process does not have its leaves."""
+        bound, target, shares, reduction = given_inputs.bound, given_inputs.targets, given_inputs.shares, call.reduction
+        devices, home, whole = bound.stage_devices[-1], bound.devices[-1], None
+        takes_all = given_inputs.takes_all(reduction)
+        if given_inputs.is_handed_over:
+            targets = targets_on_devices(target, devices)
+        elif takes_all:
+            targets, shares, reduction = targets_on_devices([target], [home]), [1.0], "sum"
+        else:
+            if is_verified:  # copied before the step, since loss_fn may write to the target
+                whole = map_tensor_leaves(lambda t: t.detach().to(home, copy=True), target)
+            rows = rows_of_inputs(bound.in_dims)
+            targets = scatter_target(target, given_inputs.batch, len(shares), devices, rows)
+            if known is None and bound.known_pieces is not None:
+                known = bound.known_pieces(given_inputs.leaves, given_inputs.batch)
+        losses = MicroBatchLosses(call.function, reduction, shares, targets, call.scaler, whole, known=known or {})
+        losses.is_handed_over, losses.takes_all = given_inputs.is_handed_over, takes_all
+        losses.reads = self.loss_histories.names_read(call.function)  # a step hides what forward changes there
         return losses
 
     def add_gradients(self, step: Step, updates: OverlappedUpdates | None = None) -> None:
@@ -457,40 +474,6 @@ def _refuse_parameters_in_loss(stage: LossStage | None, updates: OverlappedUpdat
             "loss may still be taken; let forward return what the loss needs of them (a penalty, say), or leave "
             "overlap=True out"
         )
-
-
-def _check_scaler_device(scaler: torch.amp.GradScaler | None, bound: BoundProgram) -> None:
-    """Raises `ArgumentError` if losses are scaled on several devices, since the scale is on one."""
-    devices = dict.fromkeys(bound.stage_devices[-1])
-    if scaler is not None and len(devices) > 1:
-        raise ArgumentError(
-            f"grad_scaler with replicas of the last stage on {', '.join(map(str, devices))}: it has its scale on one "
-            "device; train in bfloat16, or plan with one replica of the last stage"
-        )
-
-
-def losses_of(
-    given_inputs: GivenInputs,
-    call: LossCall,
-    is_verified: bool = False,
-    known: Mapping[int, Any] | None = None,
-) -> MicroBatchLosses:
-    """Returns the losses of a step. `known`: pieces of the mini-batch, if this process does not have its leaves."""
-    bound, target, shares = given_inputs.bound, given_inputs.targets, given_inputs.shares
-    devices, home = bound.stage_devices[-1], bound.devices[-1]
-    if given_inputs.is_handed_over:
-        targets = targets_on_devices(target, devices)
-        return MicroBatchLosses(call.function, call.reduction, shares, targets, call.scaler, is_handed_over=True)
-    if given_inputs.takes_all(call.reduction):
-        targets = targets_on_devices([target], [home])
-        return MicroBatchLosses(call.function, "sum", (1.0,), targets, call.scaler, takes_all=True)
-    whole = None
-    if is_verified:  # copied before the step, since loss_fn may write to the target
-        whole = map_tensor_leaves(lambda t: t.detach().to(home, copy=True), target)
-    targets = scatter_target(target, given_inputs.batch, len(shares), devices, rows_of_inputs(bound.in_dims))
-    if known is None:
-        known = bound.known_pieces(given_inputs.leaves, given_inputs.batch) if bound.known_pieces is not None else {}
-    return MicroBatchLosses(call.function, call.reduction, shares, targets, call.scaler, whole, known=known)
 
 
 def write_back_results(

@@ -1,8 +1,7 @@
-"""Transfers between stages: values forward, gradients back.
+"""Transfers between stages: a value from its maker to each user, a gradient to the previous user or to the maker.
 
-One worker fills an entry of the tables; after a fence another worker reads and removes it. A value is sent from its
-maker to each user, a gradient from a user to the previous user or to the maker. The sender starts the copy to the
-reader's device.
+One worker fills an entry of the tables, and starts the copy to the reader's device; after a fence another worker reads
+and removes it.
 """
 
 from __future__ import annotations
@@ -106,12 +105,11 @@ class Exchange:
 
     def take_gradient(self, user: int, name: str, i: int) -> torch.Tensor | None:
         """Removes the gradient of a value that stage `user` computes or uses, on its device."""
-        gradient = self._gradients.pop((user, name, i), None)
-        if gradient is None:
-            return None
-        opened: torch.Tensor = self.transport.open(gradient, self._devices[i][user]) if self._may_move else gradient
-        self.moved.append((name, None, user, i, boundary_value_bytes(opened)))
-        return opened
+        gradient: torch.Tensor | None = self._gradients.pop((user, name, i), None)
+        if gradient is not None:
+            gradient = self.transport.open(gradient, self._devices[i][user]) if self._may_move else gradient
+            self.moved.append((name, None, user, i, boundary_value_bytes(gradient)))
+        return gradient
 
     def enter_gradients(self, output: ReceivedValue, gradients: Sequence[torch.Tensor | None]) -> None:
         """Enters the gradients of a drop-in's output, by micro-batch. They are sent when requested."""
@@ -134,8 +132,7 @@ class Exchange:
         if all(g is None for g in gradients):
             return None
         if dim is None:
-            total: Any = sum(g for g in gradients if g is not None)
-            return total  # type: ignore[no-any-return]
+            return sum(g for g in gradients if g is not None)  # type: ignore[no-any-return]
         return torch.cat([torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parts, strict=True)], dim)
 
 

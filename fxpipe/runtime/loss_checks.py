@@ -52,15 +52,13 @@ class LossReduction(NamedTuple):
 class LossWeightingCheck:
     """The weights of elements, by sum or mean and by micro-batch; filled by all workers in every step.
 
-    An element (a sample, a token, a pixel) must have the same weight in each micro-batch. If micro-batches have
-    different numbers of elements, such as tokens without padding, a mean over them gives too much weight to a short
-    micro-batch. The gradient is wrong, and no value shows it if the model itself computes the loss, or if padding
-    occurs after the verified step.
+    An element (a sample, a token, a pixel) must have the same weight in each micro-batch. A mean over tokens without
+    padding gives too much weight to a short micro-batch: the gradient is wrong, and no value shows it if the model
+    itself computes the loss, or if padding occurs after the verified step.
 
     Autograd's graph of the loss shows it, within microseconds: the gradient that arrives at a mean over n elements is n
     times the weight of each element. Only the head of the graph is read, from the loss through 0-dim values to the
-    first sums and means. A loss without any passes. A term independent of samples, a penalty on parameters, has its
-    share in each micro-batch.
+    first sums and means. A loss without any passes.
     """
 
     is_on: bool

@@ -127,16 +127,15 @@ class LossStage:
         value, is_mean = self.losses.values[i], self.losses.returns_weights or self.losses.reduction == "mean"
         if value is not None and is_mean and self.loss_weighting.is_on:
             self.loss_weighting.values[i] = value
-        output_gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
+        gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
         if loss.requires_grad:  # else it is a constant, for example of a micro-batch of padding
-            output_gradients = self._go_back(loss, begin, [outputs[place] for place in trained], i)
-            for place, gradient in zip(trained, output_gradients, strict=True):
+            gradients = self._go_back(loss, begin, [outputs[place] for place in trained], i)
+            for place, gradient in zip(trained, gradients, strict=True):
                 self.exchange.send_gradient(links[place], i, gradient)
         if self.losses.whole_target is not None:
-            gradients: list[torch.Tensor | None] = [None] * len(outputs)
-            for place, gradient in zip(trained, output_gradients, strict=True):
-                gradients[place] = torch.zeros_like(outputs[place]) if gradient is None else gradient
-            self.gradients[i] = gradients
+            kept = self.gradients[i] = [None] * len(outputs)
+            for place, gradient in zip(trained, gradients, strict=True):
+                kept[place] = torch.zeros_like(outputs[place]) if gradient is None else gradient
 
     def _loss(self, outputs: Sequence[Any], i: int) -> tuple[torch.Tensor, torch.Tensor]:
         losses, bound = self.losses, self.bounds[i]
@@ -215,8 +214,19 @@ class LossStage:
                 raise
             is_verified = False
         if is_verified:
-            start = time.perf_counter()
-            history.can_verify = self._verify(outputs)
+            start, home = time.perf_counter(), self.bound.devices[-1]
+            rows = [self._at_home(self.gradients.pop(i)) for i in sorted(self.gradients)]
+            columns = zip(outputs, self._ways(), zip(*rows, strict=True), strict=True)
+            generators = [] if home == _CPU else [accelerator.default_generator(home)]
+            # In a stream other mini-batches may be computing losses.
+            with (
+                set_thread_state(self.bound.state),
+                generator_lock(_CPU),
+                generator_lock(home),
+                accelerator.restore_generators(generators),
+            ):
+                gathered = [GatheredOutput(x, how, gradients) for x, (how, _), gradients in columns]
+                history.can_verify = verify_loss(self.losses, gathered, self.bound.output_of)
             log.verifications.append(time.perf_counter() - start)
         can_verify, share = history.can_verify, self.losses.share
         wrong_means = self.loss_weighting.difference(share, means_only=can_verify is False) if wrong else None
@@ -240,27 +250,6 @@ class LossStage:
     def _gathered(self, rows: Sequence[Sequence[Any]], ways: Sequence[tuple[int | str | None, str]]) -> list[Any]:
         columns = zip(zip(*rows, strict=True), ways, strict=True)
         return [gather(parts, how, self.shares, what) for parts, (how, what) in columns]
-
-    def _verify(self, outputs: Sequence[Any]) -> bool | None:
-        """Raises `LossError` if the losses of micro-batches do not add up to the loss of all gathered `outputs`.
-
-        Returns True if it was compared; None if the loss draws random numbers.
-        """
-        rows = [self._at_home(self.gradients.pop(i)) for i in sorted(self.gradients)]
-        columns = zip(*rows, strict=True)
-        home = self.bound.devices[-1]  # in a stream other mini-batches may be computing losses
-        own = [] if home == _CPU else [accelerator.default_generator(home)]
-        with (
-            set_thread_state(self.bound.state),
-            generator_lock(_CPU),
-            generator_lock(home),
-            accelerator.restore_generators(own),
-        ):
-            return verify_loss(
-                self.losses,
-                [GatheredOutput(x, how, g) for x, (how, _), g in zip(outputs, self._ways(), columns, strict=True)],
-                self.bound.output_of,
-            )
 
     def _ways(self) -> list[tuple[int | str | None, str]]:
         """Returns how each link's output is gathered, and its name."""

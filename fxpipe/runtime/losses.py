@@ -198,11 +198,8 @@ def checked_loss(value: Any, where: str) -> tuple[torch.Tensor, Any]:
     loss, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point():
         return loss, None if loss is value else _checked_weight(weight, where)
-    what = (
-        f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
-        if isinstance(loss, torch.Tensor)
-        else f"{type(loss).__name__}"
-    )
+    is_tensor = isinstance(loss, torch.Tensor)
+    what = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}" if is_tensor else type(loss).__name__
     raise LossError(
         f"loss_fn returned {what} for {where}; expected a 0-dim floating point tensor (take .mean() or .sum()), or "
         "(total, weight)"
@@ -252,8 +249,15 @@ def check_reduction(reduction: str, in_stream: bool = False) -> None:
 
 def refuse_inputs_by_name(forward: Callable[..., Any], target: Any, loss_fn: Any, reduction: Any) -> None:
     """Raises `ArgumentError` if an argument of the loss can only be meant as the model's input of the same name."""
+    takes_target = True
+    try:
+        inspect.signature(loss_fn).bind(None, None)
+    except TypeError:
+        takes_target = False
+    except ValueError:  # unknown
+        pass
     is_input = {
-        "target": target is not None and not _takes_target(loss_fn),
+        "target": target is not None and not takes_target,
         "loss_fn": loss_fn is not None and not callable(loss_fn),
         "reduction": reduction not in LOSS_REDUCTIONS,
     }
@@ -274,16 +278,6 @@ def refuse_inputs_by_name(forward: Callable[..., Any], target: Any, loss_fn: Any
             f"{name} is an argument of forward_backward and an input of the model's forward. By name it is the "
             f"{'loss function' if name == 'loss_fn' else name} of the loss, which this value cannot be; {remedy}"
         )
-
-
-def _takes_target(loss_fn: Any) -> bool:
-    try:
-        inspect.signature(loss_fn).bind(None, None)
-    except TypeError:
-        return False
-    except ValueError:
-        return True
-    return True
 
 
 def check_scaler(scaler: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -110,8 +109,6 @@ def _merge_weights(
 
 # A tensor without memory that requires grad, so that the node exists.
 _entry_token = torch.empty(0, device="cpu", requires_grad=True)  # independent of the default device at import
-
-
 _stage_backward = StageBackward()
 
 LARGE_GRADIENT = 2**20  # bytes; smaller gradients are added after the backward, which is faster
@@ -150,8 +147,7 @@ def enter_graph(
     return uses, wanted, edges
 
 
-@dataclass(slots=True)
-class BackwardHandle:
+class BackwardHandle(NamedTuple):
     """The parts of the graph of F or R that B needs."""
 
     links: list[ValueLink]  # received values that require grad
@@ -159,10 +155,6 @@ class BackwardHandle:
     names: list[str]  # values whose gradients B starts from
     roots: list[GradientEdge]  # edges where they enter
     tape: WeightGradientTape | None  # if the backward is split
-
-    def begin(self, name: str, edge: GradientEdge) -> None:
-        self.names.append(name)
-        self.roots.append(edge)
 
 
 class StageResult(NamedTuple):
@@ -249,7 +241,7 @@ class StageInstance:
         self.totals = totals
         self._run_as_caller = CallerStateRunner(state)
         self.views: dict[str, torch.Tensor] = {}  # parameters only
-        self.constants: dict[str, torch.Tensor] = {}
+        constants: dict[str, torch.Tensor] = {}
         self._detached_parameters: dict[str, torch.Tensor] = {}  # as tapes refer to them
         changes = stage.changes
         for name in stage.attributes:
@@ -266,10 +258,10 @@ class StageInstance:
             elif tensor.is_floating_point() or tensor.is_complex():
                 self.views[name] = moved.requires_grad_(tensor.requires_grad and state.grad)
             else:
-                self.constants[name] = moved
+                constants[name] = moved
         totals.assigned.update(stage.assigns)
         # Shared by all micro-batches.
-        self._fixed = [self.views.get(name, self.constants.get(name)) for name in stage.attributes]
+        self._fixed = [self.views.get(name, constants.get(name)) for name in stage.attributes]
         of_b = {n: view for n, view in self.views.items() if n not in function.split_parameters}
         summed = {n: view for n, view in of_b.items() if view.requires_grad}
         self._names, self._summed = [*summed], [*summed.values()]  # parameters whose gradients B sums
@@ -300,12 +292,10 @@ class StageInstance:
         if buffers:
             buffers = {name: x if name in stage.tracked_statistics else x.clone() for name, x in buffers.items()}
             attributes = [buffers.get(name, fixed) for name, fixed in zip(stage.attributes, attributes, strict=True)]
-        tape = (
-            WeightGradientTape(detached_parameters=self._detached_parameters)
-            if function.split_parameters and self.grad and is_kept
-            else None
-        )
-        first = (tape,) if function.split_parameters else ()
+        is_split = bool(function.split_parameters)
+        detached = self._detached_parameters
+        tape = WeightGradientTape(detached_parameters=detached) if is_split and self.grad and is_kept else None
+        first = (tape,) if is_split else ()
         uses, links, leaves = enter_graph(self.links, received)
         values = self._run_as_caller(function.call, *first, *attributes, *uses)
         sent, more = values[: len(stage.sends)], values[len(stage.sends) :]
@@ -314,15 +304,18 @@ class StageInstance:
             assigns = len(stage.assigns)
             buffers = buffers | {n: value.detach() for n, value in zip(stage.assigns, more[:assigns], strict=True)}
             statistics = [call for node in more[assigns:] for call in node]
-        pending = BackwardHandle(links, leaves, [], [], tape)
+        names: list[str] = []
+        roots: list[GradientEdge] = []
         for link, edge in zip(links, leaves, strict=True):
             if link.later is not None:  # the gradient of a later user enters there
-                pending.begin(link.value.name, edge)
+                names.append(link.value.name)
+                roots.append(edge)
         for name, x in zip(stage.sends, sent, strict=True):
             # Without gradients there is no backward, and leaves that forward creates have no edge.
             if self.grad and isinstance(x, torch.Tensor) and takes_gradient(x):
-                pending.begin(name, gradient_edge_of(x))
-        return StageResult(sent, buffers, statistics, pending)
+                names.append(name)
+                roots.append(gradient_edge_of(x))
+        return StageResult(sent, buffers, statistics, BackwardHandle(links, leaves, names, roots, tape))
 
     def backward(
         self, pending: BackwardHandle, gradients: Sequence[torch.Tensor | None]

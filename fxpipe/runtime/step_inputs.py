@@ -24,18 +24,16 @@ from fxpipe.utils.output_combination import needing_all
 
 def scatter(leaves: Sequence[Any], dims: Sequence[int | None], count: int) -> list[list[Any]]:
     """Splits the leaves into a part for each micro-batch; each part has the leaves without the batch."""
-    parts = [
-        _split_leaf(leaf, dim, count) if dim is not None else [leaf] * count
-        for leaf, dim in zip(leaves, dims, strict=True)
-    ]
-    return [list(part) for part in zip(*parts, strict=True)] if parts else [[] for _ in range(count)]
-
-
-def _split_leaf(leaf: torch.Tensor, dim: int, count: int) -> list[torch.Tensor]:
-    """Splits a leaf into parts that are as dense as the leaf, so that forward may `view` them."""
-    rows = rows_per_sample(dim)
-    parts = leaf.split([rows * size for size in samples_per_micro_batch(leaf.shape[dim] // rows, count)], dim)
-    return [part.contiguous() for part in parts] if leaf.is_contiguous() else list(parts)
+    every: list[Sequence[Any]] = []
+    for leaf, dim in zip(leaves, dims, strict=True):
+        if dim is None:
+            every.append([leaf] * count)
+            continue
+        rows = rows_per_sample(dim)
+        parts = leaf.split([rows * size for size in samples_per_micro_batch(leaf.shape[dim] // rows, count)], dim)
+        # Parts are as dense as the leaf, so that forward may `view` them.
+        every.append([part.contiguous() for part in parts] if leaf.is_contiguous() else parts)
+    return [list(part) for part in zip(*every, strict=True)] if every else [[] for _ in range(count)]
 
 
 def target_dims(leaves: Sequence[Any], batch: int, rows: Collection[int] = (1,)) -> list[int | None]:
@@ -51,11 +49,9 @@ def target_dims(leaves: Sequence[Any], batch: int, rows: Collection[int] = (1,))
     return [BatchDim(0, sizes[leaf.shape[0]]) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
 
-def check_equal_sizes(parts: Sequence[Any], how: int | str | None, what: str) -> None:
+def _check_equal_sizes(parts: Sequence[Any], how: int | str, what: str) -> None:
     """Raises `UnequalOutputsError` if the parts of the output `what` cannot be combined."""
-    if how is None or not all(isinstance(part, torch.Tensor) for part in parts):
-        return
-    shapes = [tuple(part.shape) for part in parts]
+    shapes = [tuple(part.shape) for part in parts if isinstance(part, torch.Tensor)]
     fixed = {shape[:how] + shape[how + 1 :] if isinstance(how, int) else shape for shape in shapes}
     if len(fixed) > 1:
         sizes = ", ".join(map(str, dict.fromkeys(shapes)))
@@ -75,9 +71,9 @@ def gather(parts: Sequence[Any], how: int | str | None, weights: Sequence[float]
 
 def combine(parts: Sequence[Any], how: int | str | None, weights: Sequence[float], what: str) -> Any:
     """Combines the outputs of micro-batches as `gather` does, with gradients."""
-    check_equal_sizes(parts, how, what)
     if how is None:
         return parts[0]
+    _check_equal_sizes(parts, how, what)
     if how == "mean":
         return sum(part * weight for part, weight in zip(parts, weights, strict=True))
     if how == "sum":
@@ -101,9 +97,7 @@ def scatter_gradient(
     if how == "stack":
         return list(gradient.unbind())
     assert isinstance(how, int)
-    if len(shapes) == 1:
-        return [gradient]
-    return list(gradient.split([shape[how] for shape in shapes], how))
+    return list(gradient.split([shape[how] for shape in shapes], how)) if len(shapes) > 1 else [gradient]
 
 
 @dataclass(frozen=True, slots=True)

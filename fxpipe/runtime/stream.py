@@ -6,16 +6,12 @@ the order of the stream (`scheduling.streams`) assigns, and closes with its upda
 *Versions.* The newest version of a weight is in the model's parameter, which an optimizer updates in place. If a
 mini-batch in flight still needs the version there, the parameter first gets a copy; the older version stays in the
 views that forward ran on, and is freed with the last of them. Views are of `.data`, which has a separate version
-counter: `detach()` would share the parameter's, and autograd would refuse the backward. The counter after an update
-shows if other code has written to a parameter. Gradients are hidden between updates.
-
-*Buffers* are written into the model when a stage has run all forwards of a mini-batch.
+counter: `detach()` would share the parameter's, and autograd would refuse the backward. Gradients are hidden between
+updates. *Buffers* are written into the model when a stage has run all forwards of a mini-batch.
 
 *Replicas* of a stage have a row each, and open the stage on a copy of the version. A round of mini-batches makes one
-update with the mean of the gradients, on the device of the parameters.
-
-Actions follow the order of the rows, and between replicas `StreamSchedule.awaited`, so the result does not depend on
-the speed of workers.
+update with the mean of the gradients, on the device of the parameters. Actions follow the order of the rows, and
+between replicas `StreamSchedule.awaited`, so the result does not depend on the speed of workers.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import LossError, StateError
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
-from fxpipe.runtime.engine import Engine, losses_of
+from fxpipe.runtime.engine import Engine
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.executors import ActionPerformer
 from fxpipe.runtime.loss_checks import LossHistory, LossVerdict
@@ -227,21 +223,15 @@ class StreamRun(ActionPerformer):
     def wait(self, action: Action) -> None:
         one, own = self._at(action)
         one.wait(own)
-        for step, other in self._in_steps(self.order.awaited(action, self.in_order)):
-            step.fences.wait_behind(other)
+        self._wait_behind(self.order.awaited(action, self.in_order))
 
-    def _in_steps(self, actions: Iterable[Action]) -> Iterator[tuple[StreamStep, Action]]:
-        """Yields actions with the steps of their mini-batches, and numbered as there."""
+    def _wait_behind(self, actions: Iterable[Action]) -> None:
+        """Returns when these actions have passed, in the mini-batches that are still in flight."""
         for action in actions:
             t, k = self.order.place(action.micro_batch)
             one = self.in_flight.get(t)
             if one is not None:
-                yield one, action._replace(micro_batch=k)
-
-    def _wait_behind_loss(self, i: int) -> None:
-        """Returns when the loss of an earlier micro-batch is computed: replicas of the last stage do so in order."""
-        for step, other in self._in_steps([Action(ActionKind.FORWARD, self.order.stages - 1, i)] if i >= 0 else ()):
-            step.fences.wait_behind(other)
+                one.fences.wait_behind(action._replace(micro_batch=k))
 
     def pass_on(self, action: Action) -> None:
         t, k = self.order.place(action.micro_batch)
@@ -265,8 +255,13 @@ class StreamRun(ActionPerformer):
             one.ended.set()
 
     def add(self, t: int, one: StreamStep) -> None:
-        first = self.order.micro_batches
-        one.wait_behind_loss = lambda i: self._wait_behind_loss(first + i)  # type: ignore[method-assign]
+        first, last_stage = self.order.micro_batches, self.order.stages - 1
+
+        def wait_behind_loss(i: int) -> None:  # replicas of the last stage compute losses in order
+            if first + i >= 0:
+                self._wait_behind([Action(ActionKind.FORWARD, last_stage, first + i)])
+
+        one.wait_behind_loss = wait_behind_loss  # type: ignore[method-assign]
         self.in_flight[t] = one
         if self.failure is not None:  # others may have been opened just before
             self.open_all()
@@ -408,7 +403,7 @@ class Stream:
     def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> StreamStep:
         looks = history.look_at_elements and len(given_inputs.samples) > 1
         inputs, seed = self.engine.own_inputs(given_inputs), self.seed_of(self._order.admitted)
-        losses = self.engine.with_names(losses_of(given_inputs, self.loss, is_verified))
+        losses = self.engine.losses_of(given_inputs, self.loss, is_verified)
         return StreamStep(inputs, self.engine.model, seed, losses=losses, look_at_elements=looks, **more)
 
     def _queue(self, rows: Rows) -> None:
