@@ -314,7 +314,7 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/wiring.py",
-        "if has_loss and stages in senders and j < stages - 1 else ()",
+        "if stages in senders and j < stages - 1 else ()",
         "if False else ()",
         "unit/runtime/test_wiring.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
     ),

@@ -77,13 +77,9 @@ class BoundProgram:
     @property
     def results(self) -> list[tuple[ReceivedValue | ConstantOutput, int | str | None]]:
         """Outputs and pieces, inputs that forward writes to, attributes that it sets; and how parts are combined."""
-        outputs = zip(self.program.outputs, self.out_dims, strict=True)
-        written = ((value, self.in_dims[place]) for place, value in self.program.written_inputs.items())
-        return [
-            *outputs,
-            *written,
-            *((value, self.left_attribute_dims[name]) for name, value in self.program.left.items()),
-        ]
+        written = [(value, self.in_dims[place]) for place, value in self.program.written_inputs.items()]
+        left = [(value, self.left_attribute_dims[name]) for name, value in self.program.left.items()]
+        return [*zip(self.program.outputs, self.out_dims, strict=True), *written, *left]
 
     @property
     def returned_inputs(self) -> dict[int, int]:

@@ -32,6 +32,7 @@ from fxpipe.runtime.losses import (
     MicroBatchLosses,
     are_bitwise_equal,
 )
+from fxpipe.runtime.stage_instance import BackwardHandle
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.utils.python_state import PythonState, parts_of_function
 from fxpipe.utils.pytree import flatten
@@ -88,16 +89,9 @@ class LossWeightingCheck:
                 key = place, len(reductions), ordinal, reduction.edge.node.name()
                 self.gradients[key, i] = (gradient, reduction.count)
 
-    def note_roots(
-        self,
-        j: int,
-        i: int,
-        names: Sequence[str],
-        roots: Sequence[GradientEdge],
-        arrived: Sequence[torch.Tensor | None],
-    ) -> None:
+    def note_roots(self, j: int, i: int, pending: BackwardHandle, arrived: Sequence[torch.Tensor | None]) -> None:
         """Records the gradients of outputs that stage j has reduced."""
-        for name, root, gradient in zip(names, roots, arrived, strict=True):
+        for name, root, gradient in zip(pending.names, pending.roots, arrived, strict=True):
             if (j, name) not in self.reduced or gradient is None:
                 continue
             if reductions := reductions_under(root.node, root.output_nr):
@@ -125,9 +119,8 @@ class LossWeightingCheck:
             if means_only and (are_sums or name == VALUE):
                 continue
             gradients, counts = zip(*by_micro_batch.values(), strict=True)
-            ones = map(_weight_of_one, _floats(gradients), _floats(counts))
-            known = dict(zip(by_micro_batch, ones, strict=True))
-            known = {i: known[i] for i in sorted(known) if not math.isnan(known[i])}
+            ones = zip(by_micro_batch, map(_weight_of_one, _floats(gradients), _floats(counts)), strict=True)
+            known = {i: one for i, one in sorted(ones) if not math.isnan(one)}
             exact = all(gradient.dtype in (torch.float32, torch.float64) for gradient in gradients)
             tolerance = 1e-5 if exact else 3e-2
             if _are_close([*known.values()], tolerance):
@@ -360,10 +353,8 @@ class LossHistories:
     """Histories of losses, by kind and by the values of numbers."""
 
     kinds: dict[Any, dict[Any, LossHistory]] = field(default_factory=dict)
-    # By code: the last function with that code, with its parts, its state, and the facts of these.
-    _functions: dict[Any, tuple[tuple[Any, ...], PythonState, frozenset[Any], tuple[Any, ...]]] = field(
-        default_factory=dict
-    )
+    # By code: the parts of the last function with that code, its state, and the facts of these.
+    _functions: dict[Any, tuple[Any, PythonState, frozenset[Any], tuple[Any, ...]]] = field(default_factory=dict)
 
     def of(self, given_inputs: GivenInputs, call: LossCall) -> LossHistory:
         """Returns the history of a loss of `forward_backward`."""
@@ -385,7 +376,7 @@ class LossHistories:
         """Returns the names of attributes in the code of a loss function and of what it may call."""
         return self._known(loss_fn)[1].names_read
 
-    def _known(self, loss_fn: Any) -> tuple[tuple[Any, ...], PythonState, frozenset[Any], tuple[Any, ...]]:
+    def _known(self, loss_fn: Any) -> tuple[Any, PythonState, frozenset[Any], tuple[Any, ...]]:
         """Returns the parts of a function, its state, and what it depends on, without and with numbers and tensors."""
         code = getattr(loss_fn, "__code__", type(loss_fn))
         parts = parts_of_function(loss_fn)

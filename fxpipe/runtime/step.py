@@ -125,7 +125,7 @@ class Step(ActionPerformer):
             for j, own in enumerate(self.stage_devices)
             if len(own) > 1 and any(one.program.stages[j].changes_in_order for one in inputs.programs)
         )
-        fences = fences_of([bound.wiring for bound in inputs.programs], losses is not None)
+        fences = fences_of([bound.wiring for bound in inputs.programs])
         # Replicas of the last stage compute losses in order, too: loss_fn may draw random numbers, or count.
         self.has_losses_in_order = losses is not None and len(self.stage_devices[-1]) > 1
         self._last_stage = len(self.devices) - 1
@@ -244,15 +244,13 @@ class Step(ActionPerformer):
         pending = self.pending.pop((j, i))
         arrived = [self.exchange.take_gradient(j, name, i) for name in pending.names]
         if self.loss_weighting.reduced:
-            self.loss_weighting.note_roots(j, i, pending.names, pending.roots, arrived)
+            self.loss_weighting.note_roots(j, i, pending, arrived)
         gradients = self._stages[i][j].backward(pending, arrived)
         for link, gradient in zip(pending.links, gradients, strict=True):
             self.exchange.send_gradient(link, i, gradient)
-        if pending.tape is None:
-            return
-        if (j, i) in self.split:
+        if pending.tape is not None and (j, i) in self.split:
             self.tapes[j, i] = pending.tape
-        else:  # another micro-batch of the stage has W
+        elif pending.tape is not None:  # another micro-batch of the stage has W
             self._stages[i][j].weight_gradients(pending.tape)
 
     def weight_gradients(self, j: int, i: int) -> None:

@@ -48,7 +48,6 @@ class Wiring:
     users: dict[tuple[int, str], tuple[int, ...]]  # (source, name) -> receivers
     outputs: tuple[int | ConstantOutput, ...]  # by output: the index of its link to the loss, or the constant
     before: dict[Fence, tuple[Fence, ...]]  # for the same micro-batch, in other stages
-    fences_with_loss: dict[Fence, tuple[Fence, ...]]  # `before`, if the loss is computed after the last forward
 
 
 def wire_program(program: Program) -> Wiring:
@@ -66,31 +65,31 @@ def wire_program(program: Program) -> Wiring:
     links = tuple(tuple(link(user, value) for value in row) for user, row in enumerate(rows))
     places = {value: place for place, value in enumerate(rows[-1])}
     outputs = tuple(o if isinstance(o, ConstantOutput) else places[o] for o in program.outputs)
-    stages = len(program.stages)
-    before = [_fences_before(links, users, stages, has_loss) for has_loss in (False, True)]
-    return Wiring(links, users, outputs, *before)
+    return Wiring(links, users, outputs, _fences_before(links, users, len(program.stages)))
 
 
 def _fences_before(
-    links: tuple[tuple[ValueLink, ...], ...], users: Mapping[ValueKey, Sequence[int]], stages: int, has_loss: bool
+    links: tuple[tuple[ValueLink, ...], ...], users: Mapping[ValueKey, Sequence[int]], stages: int
 ) -> dict[Fence, tuple[Fence, ...]]:
-    """Returns the fences: F waits for the makers of received values, B for the senders of gradients."""
+    """Returns the fences: F waits for the makers of received values, B for the senders of gradients.
+
+    The loss, user number `stages`, receives its values and sends their gradients within the last F.
+    """
     fences: dict[Fence, tuple[Fence, ...]] = {}
     for j in range(stages):
-        rows = [links[j], links[stages]] if has_loss and j == stages - 1 else [links[j]]
-        makers = {link.value.source for row in rows for link in row} - {PIPE_INPUT, j}
+        received = [*links[j], *links[stages]] if j == stages - 1 else links[j]
+        makers = {link.value.source for link in received} - {PIPE_INPUT, j}
         fences[ActionKind.FORWARD, j] = tuple((ActionKind.FORWARD, source) for source in sorted(makers))
         senders = {k for (source, _), ks in users.items() if source == j for k in ks}
         senders |= {link.later for link in links[j] if link.later is not None}
-        # The loss, user number `stages`, sends its gradients within the last F.
-        last = ((ActionKind.FORWARD, stages - 1),) if has_loss and stages in senders and j < stages - 1 else ()
+        last = ((ActionKind.FORWARD, stages - 1),) if stages in senders and j < stages - 1 else ()
         fences[ActionKind.BACKWARD, j] = (*((ActionKind.BACKWARD, k) for k in sorted(senders) if k < stages), *last)
     return fences
 
 
-def fences_of(wirings: Sequence[Wiring], has_loss: bool) -> Mapping[Fence, tuple[Fence, ...]]:
+def fences_of(wirings: Sequence[Wiring]) -> Mapping[Fence, tuple[Fence, ...]]:
     """Returns the fences of a step: if micro-batches run different programs, the union of all."""
-    tables = [wiring.fences_with_loss if has_loss else wiring.before for wiring in wirings]
+    tables = [wiring.before for wiring in wirings]
     if len(tables) == 1:
         return tables[0]
     keys = dict.fromkeys(key for table in tables for key in table)
