@@ -16,7 +16,7 @@ when the previous packet has arrived, and expects the same layout: so both ends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ from fxpipe.runtime.loss_checks import LossEvidence, LossHistory, LossVerdict, w
 from fxpipe.runtime.stage_updates import OverlappedUpdates
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
-from fxpipe.runtime.stream import StageWeights, Stream, StreamRun, StreamStep
+from fxpipe.runtime.stream import Stream, StreamStep
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils.pytree import map_tensor_leaves
@@ -136,47 +136,6 @@ class StreamLink(PacketLink):
         return job
 
 
-class RankStreamRun(StreamRun):
-    """Performs the actions of one stage; sends and receives their packets."""
-
-    def __init__(
-        self, *arguments: Any, packets: StreamLink, group: RankGroup, report: Callable[[StreamStep], LossReport]
-    ):
-        """`report`: makes the report of a mini-batch after its last backward in the last stage."""
-        super().__init__(*arguments)
-        self._packets, self._group, self._report = packets, group, report
-
-    def wait(self, action: Action) -> None:
-        if self.failure is not None:
-            return
-        maker = self._packets.maker_before(action)
-        if maker is not None:
-            values = self._packets.receive(maker)
-            one, own = self._at(maker)
-            step = _rank_step(one)
-            if self._is_end(one, own):
-                size = len(LossReport._fields)
-                values, report = values[:-size], values[-size:]
-                step.report = LossReport(*(one.value for one in report))
-            step.exchange.enter_packet(own, values)
-        self._group.doing = str(action)
-
-    def pass_on(self, action: Action) -> None:
-        one, own = self._at(action)
-        step, is_end = _rank_step(one), self._is_end(one, own)
-        if is_end and self._packets.is_last:
-            step.report = self._report(one)
-        if self._packets.is_sent(action):
-            report = map(PacketValue, step.report) if is_end and step.report is not None else ()
-            self._packets.send(action, [*step.exchange.take_packet(own), *report])
-        super().pass_on(action)
-
-    @staticmethod
-    def _is_end(one: StreamStep, own: Action) -> bool:
-        """Returns whether this is the last backward of a mini-batch in a stage."""
-        return own.kind is ActionKind.BACKWARD and own.micro_batch == one.micro_batches - 1
-
-
 def _rank_step(one: StreamStep) -> RankStreamStep:
     assert isinstance(one, RankStreamStep)
     return one
@@ -202,11 +161,35 @@ class RankStream(Stream):
         super().__init__(engine, context, order, *more)
         self.stages = (self._stage,)
 
-    def _make_run(
-        self, weights: Sequence[StageWeights], stage_devices: Sequence[Sequence[torch.device]], recomputes: bool
-    ) -> StreamRun:
-        arguments = (self._order, weights, stage_devices, self._context, recomputes, self._update_stage)
-        return RankStreamRun(*arguments, packets=self.packets, group=self.engine.group, report=self._loss_report)
+    def wait(self, action: Action) -> None:
+        if self.failure is not None:
+            return
+        maker = self.packets.maker_before(action)
+        if maker is not None:
+            values = self.packets.receive(maker)
+            one, own = self._at(maker)
+            step = _rank_step(one)
+            if self._is_end(one, own):
+                size = len(LossReport._fields)
+                values, report = values[:-size], values[-size:]
+                step.report = LossReport(*(one.value for one in report))
+            step.exchange.enter_packet(own, values)
+        self.engine.group.doing = str(action)
+
+    def pass_on(self, action: Action) -> None:
+        one, own = self._at(action)
+        step, is_end = _rank_step(one), self._is_end(one, own)
+        if is_end and self.packets.is_last:
+            step.report = self._loss_report(one)
+        if self.packets.is_sent(action):
+            report = map(PacketValue, step.report) if is_end and step.report is not None else ()
+            self.packets.send(action, [*step.exchange.take_packet(own), *report])
+        super().pass_on(action)
+
+    @staticmethod
+    def _is_end(one: StreamStep, own: Action) -> bool:
+        """Returns whether this is the last backward of a mini-batch in a stage."""
+        return own.kind is ActionKind.BACKWARD and own.micro_batch == one.micro_batches - 1
 
     # -- segments and mini-batches -------------------------------------------------------------------------------------
 
@@ -259,7 +242,7 @@ class RankStream(Stream):
         self._run_row(due)
 
     def _run_row(self, row: tuple[Action, ...]) -> None:
-        self.engine.executor.start(self._run, (row,))
+        self.engine.executor.start(self, (row,))
         self._raise_failure()
 
     def drain(self) -> None:

@@ -182,7 +182,7 @@ class StreamLoop:
         except StopIteration:
             self._end_reading()
         except Exception as error:
-            if self.stream is not None and (self.stream.has_failed or self._batches.has_written):
+            if self.stream is not None and (self.stream.failure is not None or self._batches.has_written):
                 raise
             self._end_reading(error)
         else:
@@ -231,7 +231,7 @@ class StreamLoop:
         if known is None or known.bound is not self._bound:
             if stream is not None:
                 stream.drain()
-                stream.wait()
+                stream.wait_for_all()
             with nullcontext() if stream is None else stream.at_rest():
                 known = inside.find([call], seed=seed)
             bound = known.bound

@@ -21,7 +21,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -189,126 +189,7 @@ class StreamStep(Step):
         return action.stage in self._stages[action.micro_batch]
 
 
-class StreamRun(ActionPerformer):
-    """Performs the actions of the mini-batches in flight."""
-
-    def __init__(
-        self,
-        order: StreamSchedule,
-        weights: Sequence[StageWeights],
-        stage_devices: Sequence[Sequence[torch.device]],
-        context: CallerContext,
-        recomputes: bool,
-        update: Callable[[Sequence[Step], int, OverlappedUpdates], None],
-    ):
-        """`stage_devices`: by stage, of its replicas. `update`: updates a stage with the mean gradients of steps."""
-        transport = Transport(device for own in stage_devices for device in own)
-        # The caller's state changes only with the program, after a drain.
-        super().__init__([own[0] for own in stage_devices], transport, context, ThreadState.now(), stage_devices)
-        self.order, self.weights, self.in_flight = order, weights, dict[int, StreamStep]()
-        self.in_order: Collection[int] = ()  # stages with replicas whose forward changes buffers
-        for of_stage in weights:
-            of_stage.keep_first_version(self.transport)
-        self.applied = [0] * len(self.devices)  # by stage: mini-batches in its weights
-        self.recomputes, self._update = recomputes, update
-
-    def _at(self, action: Action) -> tuple[StreamStep, Action]:
-        """Returns the mini-batch of an action, and the action within the mini-batch."""
-        kind, j, i = action
-        t, k = self.order.place(i)
-        return self.in_flight[t], Action(kind, j, k)
-
-    # -- for executors -----------------------------------------------------------------------------------------------
-
-    def wait(self, action: Action) -> None:
-        one, own = self._at(action)
-        one.wait(own)
-        self._wait_behind(self.order.awaited(action, self.in_order))
-
-    def _wait_behind(self, actions: Iterable[Action]) -> None:
-        """Returns when these actions have passed, in the mini-batches that are still in flight."""
-        for action in actions:
-            t, k = self.order.place(action.micro_batch)
-            one = self.in_flight.get(t)
-            if one is not None:
-                one.fences.wait_behind(action._replace(micro_batch=k))
-
-    def pass_on(self, action: Action) -> None:
-        t, k = self.order.place(action.micro_batch)
-        one = self.in_flight.get(t)
-        if one is None:
-            return
-        one.pass_on(Action(action.kind, action.stage, k))
-        if action.kind is ActionKind.UPDATE:
-            for each in self._round(action.stage, t):
-                each.left.discard(action.stage)
-                if not each.left:
-                    each.ended.set()
-
-    def _round(self, j: int, t: int) -> list[StreamStep]:
-        """Returns the mini-batches that make one update of a stage together with mini-batch t."""
-        return [self.in_flight[each] for each in self.order.round_of(j, t)]
-
-    def open_all(self) -> None:
-        for one in list(self.in_flight.values()):
-            one.open_all()
-            one.ended.set()
-
-    def add(self, t: int, one: StreamStep) -> None:
-        first, last_stage = self.order.micro_batches, self.order.stages - 1
-
-        def wait_behind_loss(i: int) -> None:  # replicas of the last stage compute losses in order
-            if first + i >= 0:
-                self._wait_behind([Action(ActionKind.FORWARD, last_stage, first + i)])
-
-        one.wait_behind_loss = wait_behind_loss  # type: ignore[method-assign]
-        self.in_flight[t] = one
-        if self.failure is not None:  # others may have been opened just before
-            self.open_all()
-
-    def note_of_failure(self, action: Action, error: BaseException) -> str:
-        one, own = self._at(action)
-        t, _ = self.order.place(action.micro_batch)
-        is_in_stage = own.kind is not ActionKind.UPDATE and one.has_open(own)
-        note = one.note_of_failure(own, error) if is_in_stage else super().note_of_failure(own, error)
-        return f"{note}; of mini-batch {t} of the stream"
-
-    # -- actions -----------------------------------------------------------------------------------------------------
-
-    def forward(self, j: int, i: int) -> None:
-        t, k = self.order.place(i)
-        one = self.in_flight[t]
-        if k < self.order.replicas[j]:
-            one.open_stage(j, k, self.weights[j].at(self.order.version(j, t)))
-        one.forward(j, k)
-        if k == one.micro_batches - 1:
-            with self.transport.at_all(self.devices[j]) if self.has_replicas else nullcontext():
-                one.commit_buffers_of(j)
-
-    def recompute(self, j: int, i: int) -> None:
-        t, k = self.order.place(i)
-        self.in_flight[t].recompute(j, k)
-
-    def backward(self, j: int, i: int) -> None:
-        t, k = self.order.place(i)
-        self.in_flight[t].backward(j, k)
-
-    def update(self, j: int, i: int) -> None:
-        t, _ = self.order.place(i)
-        together, weights = self._round(j, t), self.weights[j]
-        for one in together:
-            one.close_stage(j)
-        *others, last = together
-        with self.transport.at_all(self.devices[j]):
-            weights.begin_update(self.order.version(j, t + 1))
-            for one in others:
-                one.overlap.begun.append(j)
-            self._update(together, j, last.overlap)
-            weights.end_update()
-        self.applied[j] = t + 1
-
-
-class Stream:
+class Stream(ActionPerformer):
     """The mini-batches of one call of `train_stream`, from admission to loss."""
 
     def __init__(
@@ -323,23 +204,32 @@ class Stream:
         loss: LossCall,
         seed: int,
     ):
-        """`context`: of the caller. `parameters`: by stage, those in the optimizer. `seed`: of the stages."""
+        """
+        Args:
+            context: of the caller.
+            stage_devices: by stage, of its replicas.
+            parameters: by stage, those in the optimizer.
+            seed: of the stages.
+        """
+        transport = Transport(device for own in stage_devices for device in own)
+        # The caller's state changes only with the program, after a drain.
+        super().__init__([own[0] for own in stage_devices], transport, context, ThreadState.now(), stage_devices)
         self.name, self.engine, self.optimizer, self.loss, self.seed = str(schedule), engine, optimizer, loss, seed
         self._order, self._parameters, self._context = order, parameters, context
         self.stages: Sequence[int] = range(order.stages)  # stages in this process
         named = {id(p): name for name, p in engine.model.named_parameters(remove_duplicate=False)}
         every = range(order.stages)
-        weights = [StageWeights({named.get(id(p), "?"): p for p in parameters.get(j, ())}) for j in every]
-        self._run = self._make_run(weights, stage_devices, any(order.modes[j] != "never" for j in every))
+        self.weights = [StageWeights({named.get(id(p), "?"): p for p in parameters.get(j, ())}) for j in every]
+        for of_stage in self.weights:
+            of_stage.keep_first_version(transport)
+        self.recomputes = any(order.modes[j] != "never" for j in every)
+        self._in_order: Collection[int] = ()  # stages with replicas whose forward changes buffers
+        self._steps: dict[int, StreamStep] = {}  # the mini-batches in flight
+        self._applied = [0] * order.stages  # by stage: mini-batches in its weights
         self._tensors: tuple[BoundProgram, ModelTensors] | None = None  # for the running program
         self._collected = 0  # mini-batches whose loss was returned
         # The last mini-batches: program, micro-batches in the stream, when it began, transfers.
         self._recent: deque[tuple[BoundProgram, range, float, list[TransferNote]]] = deque()
-
-    def _make_run(
-        self, weights: Sequence[StageWeights], stage_devices: Sequence[Sequence[torch.device]], recomputes: bool
-    ) -> StreamRun:
-        return StreamRun(self._order, weights, stage_devices, self._context, recomputes, self.engine.update_stage)
 
     @property
     def in_flight(self) -> int:
@@ -347,18 +237,14 @@ class Stream:
         return self._order.admitted - self._collected
 
     @property
-    def has_failed(self) -> bool:
-        return self._run.failure is not None
-
-    @property
     def applied(self) -> list[int]:
         """The number of mini-batches in the weights of each stage in this process."""
-        return [self._run.applied[j] for j in self.stages]
+        return [self._applied[j] for j in self.stages]
 
     @property
     def versions_held(self) -> tuple[int, ...]:
         """The largest number of versions that each stage in this process has held."""
-        return tuple(self._run.weights[j].most_held for j in self.stages)
+        return tuple(self.weights[j].most_held for j in self.stages)
 
     def seed_of(self, mini_batch: int) -> int:
         return mix_seed(self.seed, mini_batch)
@@ -372,15 +258,15 @@ class Stream:
         is_verified = history.is_due and count > 1
         if self._tensors is None or self._tensors[0] is not bound:
             self._tensors = bound, ModelTensors(self.engine.model, bound.constants)
-        run, stages = self._run, zip(bound.program.stages, self._order.replicas, strict=True)
-        run.state = bound.state
+        stages = zip(bound.program.stages, self._order.replicas, strict=True)
+        self.state = bound.state
         # Stages with replicas whose forward changes buffers, which the next micro-batch reads.
-        run.in_order = frozenset(j for j, (stage, own) in enumerate(stages) if own > 1 and stage.changes)
+        self._in_order = frozenset(j for j, (stage, own) in enumerate(stages) if own > 1 and stage.changes)
         joint = needing_all(bound.combinations)
         if joint is not None and given_inputs.takes_all(self.loss.reduction):
             raise LossError(f"{joint.where} {NOT_AFFINE}")
         own = replace(given_inputs, bounds=(bound.with_turns_from(self._order.micro_batches),) * count)
-        with run.transport.at_all(bound.devices[-1]):
+        with self.transport.at_all(bound.devices[-1]):
             step = self._open(
                 own,
                 history,
@@ -393,7 +279,16 @@ class Stream:
         step.overlap = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
         step.bound, step.history, step.is_verified = bound, history, is_verified
         step.left, step.ended = {*self.stages}, threading.Event()
-        run.add(t, step)
+        first, last_stage = self._order.micro_batches, self._order.stages - 1
+
+        def wait_behind_loss(i: int) -> None:  # replicas of the last stage compute losses in order
+            if first + i >= 0:
+                self._wait_behind([Action(ActionKind.FORWARD, last_stage, first + i)])
+
+        step.wait_behind_loss = wait_behind_loss  # type: ignore[method-assign]
+        self._steps[t] = step
+        if self.failure is not None:  # others may have been opened just before
+            self.open_all()
         step.log.begun.append(time.perf_counter())
         self._queue(self._order.admit(count))
 
@@ -407,33 +302,33 @@ class Stream:
         return StreamStep(inputs, self.engine.model, seed, losses=losses, look_at_elements=looks, **more)
 
     def _queue(self, rows: Rows) -> None:
-        self.engine.executor.start(self._run, rows)
+        self.engine.executor.start(self, rows)
 
     def drain(self) -> None:
         """Queues the remaining actions of the mini-batches in flight, so that all of them end."""
         self._queue(self._order.drain())
 
-    def wait(self) -> None:
+    def wait_for_all(self) -> None:
         """Waits for all admitted mini-batches, after a drain."""
-        for one in self._run.in_flight.values():
+        for one in self._steps.values():
             self.engine.executor.wait(one.ended)
         self._raise_failure()
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """A block after a drain, in which the model is as between two steps: a graph may be recorded."""
-        for weights in self._run.weights:
+        for weights in self.weights:
             weights.show_gradients()
         try:
             yield
         finally:
-            for weights in self._run.weights:
+            for weights in self.weights:
                 weights.hide_gradients()
 
     def collect(self) -> torch.Tensor:
         """Waits until all stages are updated with the oldest mini-batch in flight; returns its loss."""
         t = self._collected
-        one = self._run.in_flight[t]
+        one = self._steps[t]
         self.engine.executor.wait(one.ended)
         self._raise_failure()
         loss = self._checked_loss(one)
@@ -442,7 +337,7 @@ class Stream:
         self.engine.add_gradients(one, one.overlap)
         self.optimizer.count_step()
         self._collected += 1
-        del self._run.in_flight[t]
+        del self._steps[t]
         self._record(t, one)
         return loss
 
@@ -454,6 +349,92 @@ class Stream:
         one.is_verified = evidence.is_proved
         return loss
 
+    # -- for executors -----------------------------------------------------------------------------------------------
+
+    def _at(self, action: Action) -> tuple[StreamStep, Action]:
+        """Returns the mini-batch of an action, and the action within the mini-batch."""
+        kind, j, i = action
+        t, k = self._order.place(i)
+        return self._steps[t], Action(kind, j, k)
+
+    def wait(self, action: Action) -> None:
+        one, own = self._at(action)
+        one.wait(own)
+        self._wait_behind(self._order.awaited(action, self._in_order))
+
+    def _wait_behind(self, actions: Iterable[Action]) -> None:
+        """Returns when these actions have passed, in the mini-batches that are still in flight."""
+        for action in actions:
+            t, k = self._order.place(action.micro_batch)
+            one = self._steps.get(t)
+            if one is not None:
+                one.fences.wait_behind(action._replace(micro_batch=k))
+
+    def pass_on(self, action: Action) -> None:
+        t, k = self._order.place(action.micro_batch)
+        one = self._steps.get(t)
+        if one is None:
+            return
+        one.pass_on(Action(action.kind, action.stage, k))
+        if action.kind is ActionKind.UPDATE:
+            for each in self._round(action.stage, t):
+                each.left.discard(action.stage)
+                if not each.left:
+                    each.ended.set()
+
+    def _round(self, j: int, t: int) -> list[StreamStep]:
+        """Returns the mini-batches that make one update of a stage together with mini-batch t."""
+        return [self._steps[each] for each in self._order.round_of(j, t)]
+
+    def open_all(self) -> None:
+        for one in list(self._steps.values()):
+            one.open_all()
+            one.ended.set()
+
+    def note_of_failure(self, action: Action, error: BaseException) -> str:
+        one, own = self._at(action)
+        t, _ = self._order.place(action.micro_batch)
+        is_in_stage = own.kind is not ActionKind.UPDATE and one.has_open(own)
+        note = one.note_of_failure(own, error) if is_in_stage else super().note_of_failure(own, error)
+        return f"{note}; of mini-batch {t} of the stream"
+
+    # -- actions -----------------------------------------------------------------------------------------------------
+
+    def forward(self, j: int, i: int) -> None:
+        t, k = self._order.place(i)
+        one = self._steps[t]
+        if k < self._order.replicas[j]:
+            one.open_stage(j, k, self.weights[j].at(self._order.version(j, t)))
+        one.forward(j, k)
+        if k == one.micro_batches - 1:
+            with self.transport.at_all(self.devices[j]) if self.has_replicas else nullcontext():
+                one.commit_buffers_of(j)
+
+    def recompute(self, j: int, i: int) -> None:
+        t, k = self._order.place(i)
+        self._steps[t].recompute(j, k)
+
+    def backward(self, j: int, i: int) -> None:
+        t, k = self._order.place(i)
+        self._steps[t].backward(j, k)
+
+    def update(self, j: int, i: int) -> None:
+        t, _ = self._order.place(i)
+        together, weights = self._round(j, t), self.weights[j]
+        for one in together:
+            one.close_stage(j)
+        *others, last = together
+        with self.transport.at_all(self.devices[j]):
+            weights.begin_update(self._order.version(j, t + 1))
+            for one in others:
+                one.overlap.begun.append(j)
+            self._update_stage(together, j, last.overlap)
+            weights.end_update()
+        self._applied[j] = t + 1
+
+    def _update_stage(self, steps: Sequence[Step], j: int, updates: OverlappedUpdates) -> None:
+        self.engine.update_stage(steps, j, updates)
+
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
@@ -461,21 +442,21 @@ class Stream:
         self.drain()
         while self.in_flight:
             self.collect()
-        self.engine.executor.finish(self._run)
+        self.engine.executor.finish(self)
         self._close()
 
     def abort(self, error: BaseException) -> None:
         """Drops the mini-batches in flight after an exception, and adds the number of updates to it."""
-        self._run.fail(error)
+        self.fail(error)
         try:
-            self.engine.executor.finish(self._run)
+            self.engine.executor.finish(self)
         except BaseException as other:
             if other is not error and not isinstance(other, Exception):
                 raise  # another interrupt
         finally:
-            for one in self._run.in_flight.values():
+            for one in self._steps.values():
                 one.transport.settle()
-            self._run.in_flight.clear()
+            self._steps.clear()
             self._close()
         self.note_applied(error)
 
@@ -488,13 +469,13 @@ class Stream:
             )
 
     def _close(self) -> None:
-        for weights in self._run.weights:
+        for weights in self.weights:
             weights.show_gradients()
         if self._recent:
             self.engine.take_notes(self._notes())
 
     def _raise_failure(self) -> None:
-        failure = self._run.failure
+        failure = self.failure
         if failure is not None:
             raise failure
 
@@ -502,7 +483,7 @@ class Stream:
 
     def _record(self, t: int, step: StreamStep) -> None:
         """Keeps the notes of the last mini-batches, but not their steps, which hold tensors."""
-        log, first = self._run.log, self._order.first_micro_batch(t)
+        log, first = self.log, self._order.first_micro_batch(t)
         log.losses.update({first + k: marks for k, marks in step.log.losses.items()})
         moved = [(name, source, user, first + k, size) for name, source, user, k, size in step.exchange.moved]
         self._recent.append((step.bound, range(first, first + step.micro_batches), step.log.begun[0], moved))
@@ -519,7 +500,7 @@ class Stream:
         Numbers start at the smallest one that keeps every micro-batch on its replica.
         """
         bound, numbers, begun, _ = self._recent[0]
-        every, replicas = self._run.log, self._order.replicas
+        every, replicas = self.log, self._order.replicas
         own = range(numbers.start, self._recent[-1][1].stop)
         shift = numbers.start % math.lcm(*replicas) - numbers.start
         shifted = {a: a._replace(micro_batch=a.micro_batch + shift) for a in every.times if a.micro_batch in own}

@@ -13,7 +13,7 @@ import torch
 from fxpipe.errors import InternalError
 from fxpipe.runtime.executors import ActionPerformer, ThreadedExecutor, raise_failure
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.stream import StreamRun
+from fxpipe.runtime.stream import Stream
 from fxpipe.runtime.wiring import Fences
 from fxpipe.scheduling.actions import Action, Rows
 
@@ -38,7 +38,7 @@ def ends_without_waiting(function: Callable[..., None], *args: Any) -> bool:
 
 def _wait(step: ActionPerformer, action: Action) -> None:
     step.wait(action)
-    if isinstance(step, StreamRun):
+    if isinstance(step, Stream):
         one, action = step._at(action)
         one.wait_before_loss(action)
     elif isinstance(step, Step):
