@@ -183,7 +183,8 @@ class RankEngine(Engine):
         connection.all_gather(None, "the end of the step")
         step.commit_buffers()
         exchange.spread_changes()
-        self.write_back(inputs, more)
+        with torch.no_grad():
+            self.write_back(inputs, more)
         step.transport.settle()
         mailbox.settle()
         return output
@@ -260,7 +261,8 @@ class RankEngine(Engine):
         mailbox.settle()
         gradients.commit(self, step, reports, divisor)
         self._commit_buffers(inputs, step, exchange, tensors, part)
-        self.write_back(inputs, more)
+        with torch.no_grad():
+            self.write_back(inputs, more)
         return loss.to(self.group.device), output
 
     def begin(

@@ -25,7 +25,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, LossError, StateError
-from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue
+from fxpipe.rewriting.program import ConstantOutput, ReceivedValue
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.commit import GradientList, add_gradient, attach_commit, gradient_rollback
@@ -254,7 +254,7 @@ class Engine:
                     refuse: Any = functools.partial(_refuse_hook, bound.result_names[place])
                     output.register_hook = output.retain_grad = refuse  # type: ignore[method-assign]
         count = len(bound.program.outputs)
-        write_back_results(step.open_programs[0].tensors, leaves, bound.program, outputs[count:])
+        self.write_back(given_inputs, [outputs[count:]])
         for place, source in bound.returned_inputs.items():
             if leaves[source].device == outputs[place].device:
                 outputs[place] = leaves[source]
@@ -279,20 +279,19 @@ class Engine:
             running: a block around `backward`.
         """
         named = step.trained_parameters() if named is None else named
-        trained, parameters = step.trained, [*named.values()]
-        inputs = [one.tensor for one in trained]
 
         def finish(gradients: Sequence[torch.Tensor | None]) -> GradientList:
-            backward(gradients)
-            sums: GradientList = [step.parameter_gradient(name, tensor.device) for name, tensor in named.items()]
-            sums += [step.exchange.input_gradients(one) for one in trained]
-            if step.loss is not None:
-                sums += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
-            divisor = step.divisor
-            return end(sums) if end is not None else [g if g is None else divided(g, divisor) for g in sums]
+            with step.transport.on_step_streams():
+                backward(gradients)
+                sums: GradientList = [step.parameter_gradient(name, tensor.device) for name, tensor in named.items()]
+                sums += [step.exchange.input_gradients(one) for one in step.trained]
+                if step.loss is not None:
+                    sums += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
+                divisor = step.divisor
+                return end(sums) if end is not None else [g if g is None else divided(g, divisor) for g in sums]
 
-        followed = step.transport.on_step_streams(finish)
-        return attach_commit(followed, outputs, [*parameters, *inputs, *extra], running)
+        inputs = [*named.values(), *(one.tensor for one in step.trained), *extra]
+        return attach_commit(finish, outputs, inputs, running)
 
     # -- forward and backward in one ---------------------------------------------------------------------------------
 
@@ -347,15 +346,23 @@ class Engine:
         output = stage.output(outputs) if call.return_outputs else None
         self.add_gradients(step, updates)
         step.commit_buffers()
-        self.write_back(given_inputs, results)
+        with torch.no_grad():
+            self.write_back(given_inputs, results)
         return loss, output
 
-    @torch.no_grad()
     def write_back(self, given_inputs: GivenInputs, results: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Writes these results; attributes get the values of the last micro-batch, as in a loop."""
-        leaves = given_inputs.leaves if given_inputs.is_handed_over else [given_inputs.leaves]
-        for bound, of_one, values in zip(given_inputs.bounds, leaves, results, strict=False):
-            write_back_results(ModelTensors(self.model, bound.constants), of_one, bound.program, values)
+        """Writes the final values of inputs that forward writes to, and sets the attributes that it sets.
+
+        Attributes get the values of the last micro-batch, as in a loop.
+        """
+        every = given_inputs.leaves if given_inputs.is_handed_over else [given_inputs.leaves]
+        for bound, leaves, values in zip(given_inputs.bounds, every, results, strict=False):
+            tensors, places = ModelTensors(self.model, bound.constants), bound.program.written_inputs
+            for place, value in zip(places, values[: len(places)], strict=True):
+                if isinstance(leaves[place], torch.Tensor):  # else another process has the inputs
+                    leaves[place].copy_(value)
+            for name, value in zip(bound.program.left, values[len(places) :], strict=True):
+                tensors.set(name, value)
 
     def losses_of(
         self,
@@ -392,8 +399,8 @@ class Engine:
         named = {name: t for name, t in step.trained_parameters().items() if id(t) not in updated}
         (root,) = self.commit(step, lambda _: None, [torch.zeros((), device="cpu")], extra, named)
         if not root.requires_grad:  # all parameters are updated, and their gradients freed
-            step.transport.on_step_streams(lambda _: None)(None)
-            return
+            with step.transport.on_step_streams():
+                return
         with gradient_rollback(leaves_below(root)):
             root.backward()
 
@@ -474,18 +481,6 @@ def _refuse_parameters_in_loss(stage: LossStage | None, updates: OverlappedUpdat
             "loss may still be taken; let forward return what the loss needs of them (a penalty, say), or leave "
             "overlap=True out"
         )
-
-
-def write_back_results(
-    tensors: ModelTensors, leaves: Sequence[Any], program: Program, values: Sequence[torch.Tensor]
-) -> None:
-    """Writes the final values of inputs that forward writes to, and sets the attributes that it sets."""
-    places = len(program.written_inputs)
-    for place, value in zip(program.written_inputs, values[:places], strict=True):
-        if isinstance(leaves[place], torch.Tensor):  # else another process has the inputs
-            leaves[place].copy_(value)
-    for name, value in zip(program.left, values[places:], strict=True):
-        tensors.set(name, value)
 
 
 def divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:

@@ -246,8 +246,8 @@ def step_record_of(notes: StepNotes) -> StepRecord:
     schedule, bounds, log = notes.schedule, notes.bounds, notes.log
     row_of, stage_devices, clock = schedule.row_of, bounds[0].stage_devices, HostClock()
     names = {d: str(stage_devices[j][replica_of(i, len(stage_devices[j]))]) for (j, i), d in row_of.items()}
-    parts, away = _step_parts(log, clock)
-    has_loss = len(parts) == 1 and any(action.kind is ActionKind.BACKWARD for action in log.times)
+    parts, away = _parts_of(log, clock)
+    has_loss = len(log.begun) == 1 and any(action.kind is ActionKind.BACKWARD for action in log.times)
     transfers = tuple(_transfer_records(bounds, notes.moved, has_loss))
     received: Counter[Action] = Counter()
     sent: Counter[Action] = Counter()
@@ -258,7 +258,7 @@ def step_record_of(notes: StepNotes) -> StepRecord:
     actions: list[ActionRecord] = []
     free: dict[int, float] = {}  # by device: when it became idle
     core_seconds = log.on_core | {action: time for update in log.updates for action, time in update.on_core.items()}
-    for begin, times in [*parts, *_update_parts(log, parts, clock)]:
+    for begin, times in parts:
         free = {d: max(begin, since) for d, since in free.items()}
         for action, (start, end) in sorted(times.items(), key=lambda one: one[1]):
             d = row_of[action.stage, action.micro_batch]
@@ -282,29 +282,27 @@ def step_record_of(notes: StepNotes) -> StepRecord:
 ActionTimes = dict[Action, tuple[float, float]]
 
 
-def _step_parts(log: StepLog, clock: HostClock) -> tuple[list[tuple[float, ActionTimes]], float]:
-    """Returns the parts of a step (begin and actions of each), and the seconds between two parts."""
-    first = log.begun[0]
+def _parts_of(log: StepLog, clock: HostClock) -> tuple[list[tuple[float, ActionTimes]], float]:
+    """Returns begin and actions of each part of a step, and the seconds between forward and backward of a drop-in.
+
+    Updates after the step are parts, too, as if each began when earlier actions had ended.
+    """
+    first, away = log.begun[0], 0.0
     times = {a: (clock.seconds(start) - first, clock.seconds(end) - first) for a, (start, end) in log.times.items()}
-    if len(log.begun) == 1:
-        return [(0.0, times)], 0.0
-    forward = {action: time for action, time in times.items() if action.kind is ActionKind.FORWARD}
-    end = max(end for _, end in forward.values())
-    away = max(0.0, log.begun[1] - first - end)  # a GPU may still run the forward when the host starts the backward
-    backward = {a: (start - away, end - away) for a, (start, end) in times.items() if a not in forward}
-    return [(0.0, forward), (log.begun[1] - first - away, backward)], away
-
-
-def _update_parts(
-    log: StepLog, parts: Sequence[tuple[float, ActionTimes]], clock: HostClock
-) -> Iterator[tuple[float, ActionTimes]]:
-    """Yields begin and actions of each update after the step, as if it began when earlier actions had ended."""
+    parts = [(0.0, times)]
+    if len(log.begun) > 1:
+        forward = {action: time for action, time in times.items() if action.kind is ActionKind.FORWARD}
+        back, end = log.begun[1] - first, max(end for _, end in forward.values())
+        away = max(0.0, back - end)  # a GPU may still run the forward when the host starts the backward
+        backward = {a: (start - away, end - away) for a, (start, end) in times.items() if a not in forward}
+        parts = [(0.0, forward), (back - away, backward)]
     end = max((end for begin, times in parts for end in (begin, *(t for _, t in times.values()))), default=0.0)
     for update in log.updates:
         shift = end - update.begun[0]
         times = {a: (clock.seconds(start) + shift, clock.seconds(e) + shift) for a, (start, e) in update.times.items()}
-        yield end, times
+        parts.append((end, times))
         end = max((e for _, e in times.values()), default=end)
+    return parts, away
 
 
 def _transfer_records(

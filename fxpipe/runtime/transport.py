@@ -29,10 +29,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -112,9 +112,6 @@ def covered_extent(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, bo
     return reach + 1, overlaps
 
 
-T = TypeVar("T")
-S = TypeVar("S")
-
 _NO_STREAM: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -183,28 +180,25 @@ class Transport:
         streams = [self._compute[one] for one in sorted(self._compute, key=device.__eq__)]
         return accelerator.current_streams(*streams) if streams else _NO_STREAM
 
-    def on_step_streams(self, function: Callable[[S], T]) -> Callable[[S], T]:
-        """Wraps `function`, the end of a step, to run on the step's streams and then `settle`.
+    @contextmanager
+    def on_step_streams(self) -> Iterator[None]:
+        """A block for the end of a step, on the step's streams, with `settle`.
 
         The thread may have other current streams than the step, which another thread may have begun. The streams of the
         step wait for these, and these wait for the streams of the step.
         """
         if not self._compute:
-            return function
-
-        def call(argument: S) -> T:
-            others = [(s, accelerator.current_stream(d)) for d, s in self._compute.items()]
-            others = [(compute, other) for compute, other in others if compute != other]
-            for compute, other in others:
-                compute.wait_event(accelerator.record_event(other))
-            with accelerator.current_streams(*self._compute.values()):
-                result = function(argument)
-                self.settle()
-            for compute, other in others:
-                other.wait_event(accelerator.record_event(compute))
-            return result
-
-        return call
+            yield
+            return
+        others = [(s, accelerator.current_stream(d)) for d, s in self._compute.items()]
+        others = [(compute, other) for compute, other in others if compute != other]
+        for compute, other in others:
+            compute.wait_event(accelerator.record_event(other))
+        with accelerator.current_streams(*self._compute.values()):
+            yield
+            self.settle()
+        for compute, other in others:
+            other.wait_event(accelerator.record_event(compute))
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -226,11 +220,10 @@ class Transport:
                 return value.memory.clone()
             with accelerator.current_streams(*(self._stream(d) for d in (source, target) if d.type != "cpu")):
                 return value.memory.to(target)
-        if value.arrived is not None:
-            if target.type == "cpu":
-                accelerator.wait_on_host(value.arrived)
-            else:
-                self._stream(target).wait_event(value.arrived)
+        if value.arrived is not None and target.type == "cpu":
+            accelerator.wait_on_host(value.arrived)
+        elif value.arrived is not None:
+            self._stream(target).wait_event(value.arrived)
         return value.form.unpack(value.memory)
 
     def bring(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
