@@ -362,14 +362,12 @@ def _stop_workers(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
         jobs.put(None)
 
 
-# -- A pipe with one worker on the CPU needs no thread: its row runs in the calling thread ---------------------------
-#
-# So it costs what the model costs: glibc gives each thread a memory arena, and the same step may be 10 % faster or
-# slower in another arena. Ctrl-C and debuggers stop within the model.
-
-
 class InlineExecutor:
-    """Runs the only row in the calling thread."""
+    """Runs the only row in the calling thread, for a pipe with one worker on the CPU.
+
+    So it costs what the model costs: glibc gives each thread a memory arena, and the same step may be 10 % faster or
+    slower in another arena. Ctrl-C and debuggers stop within the model.
+    """
 
     def __init__(self) -> None:
         self._running: tuple[int, ActionPerformer] | None = None

@@ -10,7 +10,7 @@ waits for other stages that use its parameters, and for the last loss, whose wei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,16 +79,15 @@ class OverlappedUpdates:
         try:
             self._check_gradients(trained)
             if parameters:
-                gradients = [parameter.grad for parameter in parameters]
+                given = [parameter for parameter in parameters if parameter.grad is not None]
                 self.optimizer.step_parameters(parameters, self.options)
-                pairs = zip(parameters, gradients, strict=True)
-                self._check_gradients(parameter for parameter, gradient in pairs if gradient is not None)
+                self._check_gradients(given)
         finally:
-            for parameter in self.parameters.get(stage, ()):
+            for parameter in parameters:
                 parameter.grad = None
 
     @staticmethod
-    def _check_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    def _check_gradients(parameters: Collection[torch.Tensor]) -> None:
         """Raises `StateError` if other code has removed the gradients of a stage during its update."""
         if any(parameter.grad is None for parameter in parameters):
             raise StateError(

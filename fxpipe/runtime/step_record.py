@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
 # -- Notes that workers take while a step runs: cheap, since each action pays for them -------------------------------
 #
-# `step_record_of` evaluates them on request. Actions on a CPU are timed by the host's clock. A GPU runs an action after
-# the host has queued it: events on its stream before and after it are read with the record. So timing never waits for a
-# GPU during a step.
+# `step_record_of` evaluates them on request. A GPU runs an action after the host has queued it: events on its stream
+# before and after it are read with the record. So timing never waits for a GPU during a step.
 
 TimeMark: TypeAlias = "float | torch.Event"  # a time of the host's clock, or an event on a stream
 
@@ -67,23 +66,23 @@ class StepNotes:
     samples: int | None = None  # in the mini-batch; None if unknown
 
 
-class HostClock:
-    """Converts time marks to seconds of the host's clock."""
+def host_clock() -> Callable[[TimeMark], float]:
+    """Returns a function from time marks to seconds of the host's clock, which synchronizes with each GPU once."""
+    now: dict[torch.device, tuple[float, torch.Event]] = {}  # by GPU: one moment on both clocks
 
-    def __init__(self) -> None:
-        self._now: dict[torch.device, tuple[float, torch.Event]] = {}  # by GPU: one moment on both clocks
-
-    def seconds(self, when: TimeMark) -> float:
+    def seconds(when: TimeMark) -> float:
         if isinstance(when, float):
             return when
         device = when.device
-        if device not in self._now:
+        if device not in now:
             accelerator.synchronize(device)
             event = accelerator.record_event(accelerator.current_stream(device), timing=True)
             event.synchronize()
-            self._now[device] = time.perf_counter(), event
-        host, event = self._now[device]
+            now[device] = time.perf_counter(), event
+        host, event = now[device]
         return host - accelerator.seconds_between(when, event)
+
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +243,12 @@ class StepRecord(TimelineMixin):
 
 def step_record_of(notes: StepNotes) -> StepRecord:
     schedule, bounds, log = notes.schedule, notes.bounds, notes.log
-    row_of, stage_devices, clock = schedule.row_of, bounds[0].stage_devices, HostClock()
+    row_of, stage_devices, seconds = schedule.row_of, bounds[0].stage_devices, host_clock()
     names = {d: str(stage_devices[j][replica_of(i, len(stage_devices[j]))]) for (j, i), d in row_of.items()}
-    parts, away = _parts_of(log, clock)
+    parts, away = _parts_of(log, seconds)
     has_loss = len(log.begun) == 1 and any(action.kind is ActionKind.BACKWARD for action in log.times)
     transfers = tuple(_transfer_records(bounds, notes.moved, has_loss))
-    received: Counter[Action] = Counter()
-    sent: Counter[Action] = Counter()
+    received, sent = Counter[Action](), Counter[Action]()
     for transfer in transfers:
         received[transfer.user] += int(transfer.bytes)
         sent[transfer.maker] += int(transfer.bytes)
@@ -274,7 +272,7 @@ def step_record_of(notes: StepNotes) -> StepRecord:
         devices.append(
             DeviceRecord(names.get(d, ""), busy, waited, sum(a.received for a in own), sum(a.sent for a in own))
         )
-    losses = tuple(clock.seconds(end) - clock.seconds(start) for _, (start, end) in sorted(log.losses.items()))
+    losses = tuple(seconds(end) - seconds(start) for _, (start, end) in sorted(log.losses.items()))
     more = losses, sum(log.verifications)
     return StepRecord(schedule.name, tuple(actions), transfers, tuple(devices), away, *more, samples=notes.samples)
 
@@ -282,13 +280,13 @@ def step_record_of(notes: StepNotes) -> StepRecord:
 ActionTimes = dict[Action, tuple[float, float]]
 
 
-def _parts_of(log: StepLog, clock: HostClock) -> tuple[list[tuple[float, ActionTimes]], float]:
+def _parts_of(log: StepLog, seconds: Callable[[TimeMark], float]) -> tuple[list[tuple[float, ActionTimes]], float]:
     """Returns begin and actions of each part of a step, and the seconds between forward and backward of a drop-in.
 
     Updates after the step are parts, too, as if each began when earlier actions had ended.
     """
     first, away = log.begun[0], 0.0
-    times = {a: (clock.seconds(start) - first, clock.seconds(end) - first) for a, (start, end) in log.times.items()}
+    times = {a: (seconds(start) - first, seconds(end) - first) for a, (start, end) in log.times.items()}
     parts = [(0.0, times)]
     if len(log.begun) > 1:
         forward = {action: time for action, time in times.items() if action.kind is ActionKind.FORWARD}
@@ -299,7 +297,7 @@ def _parts_of(log: StepLog, clock: HostClock) -> tuple[list[tuple[float, ActionT
     end = max((end for begin, times in parts for end in (begin, *(t for _, t in times.values()))), default=0.0)
     for update in log.updates:
         shift = end - update.begun[0]
-        times = {a: (clock.seconds(start) + shift, clock.seconds(e) + shift) for a, (start, e) in update.times.items()}
+        times = {a: (seconds(start) + shift, seconds(e) + shift) for a, (start, e) in update.times.items()}
         parts.append((end, times))
         end = max((e for _, e in times.values()), default=end)
     return parts, away

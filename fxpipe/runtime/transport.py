@@ -39,13 +39,10 @@ import torch
 from fxpipe._torch.operators import neg_view
 from fxpipe.utils import accelerator
 
-# A copy has to keep strides: with gaps or overlap, `contiguous` copies, `view` refuses and kernels differ, and recorded
-# code must do the same on each device. `Tensor.to` makes such tensors dense. So here
-#
-# - a tensor that is dense in some order of its dimensions, or overlaps itself (`expand`, `unfold`), is copied as the
-#   range of storage that it covers;
-# - a tensor with gaps (a slice of columns, a part of a `chunk`) is gathered, and spread again after the copy;
-# - conjugate and negative bits are copied, not resolved.
+# A copy has to keep strides, as recorded code must do the same on each device; `Tensor.to` makes tensors dense. Here a
+# tensor that is dense in some order of its dimensions, or overlaps itself (`expand`, `unfold`), is copied as the range
+# of storage that it covers; a tensor with gaps (a slice of columns, a part of a `chunk`) is gathered, and spread again
+# after the copy; conjugate and negative bits are copied, not resolved.
 
 
 @dataclass(frozen=True, slots=True)
