@@ -75,11 +75,18 @@ class BoundProgram:
         return replace(self, replicas=tuple((*own[turn:], *own[:turn]) for own, turn in turns))
 
     @property
-    def results(self) -> list[tuple[ReceivedValue | ConstantOutput, int | str | None]]:
-        """Outputs and pieces, inputs that forward writes to, attributes that it sets; and how parts are combined."""
-        written = [(value, self.in_dims[place]) for place, value in self.program.written_inputs.items()]
-        left = [(value, self.left_attribute_dims[name]) for name, value in self.program.left.items()]
-        return [*zip(self.program.outputs, self.out_dims, strict=True), *written, *left]
+    def results(self) -> list[tuple[ReceivedValue | ConstantOutput, int | str | None, str]]:
+        """Outputs and pieces, inputs that forward writes to, attributes that it sets; how parts are combined; names."""
+        results: list[tuple[ReceivedValue | ConstantOutput, int | str | None, str]] = []
+        for place, (value, how) in enumerate(zip(self.program.outputs, self.out_dims, strict=True)):
+            what = f"the output {place} ({value.name})" if isinstance(value, ReceivedValue) else f"the output {place}"
+            is_piece = place >= self.out_spec.num_leaves
+            results.append((value, how, f"a part of an output ({what})" if is_piece else what))
+        for place, value in self.program.written_inputs.items():
+            results.append((value, self.in_dims[place], f"what forward writes to the input {place}"))
+        for name, value in self.program.left.items():
+            results.append((value, self.left_attribute_dims[name], f"the attribute {name!r}, which forward sets,"))
+        return results
 
     @property
     def returned_inputs(self) -> dict[int, int]:
@@ -88,18 +95,6 @@ class BoundProgram:
         places = {(PIPE_INPUT, name): place for place, name in enumerate(own) if place not in written}
         values = [(o.source, o.name) if isinstance(o, ReceivedValue) else None for o in self.program.outputs]
         return {at: places[value] for at, value in enumerate(values) if value in places}
-
-    @property
-    def result_names(self) -> list[str]:
-        """The names of `results` in messages."""
-        leaves = self.out_spec.num_leaves
-        outputs = [
-            f"the output {place} ({value.name})" if isinstance(value, ReceivedValue) else f"the output {place}"
-            for place, value in enumerate(self.program.outputs)
-        ]
-        outputs[leaves:] = [f"a part of an output ({name})" for name in outputs[leaves:]]
-        written = [f"what forward writes to the input {place}" for place in self.program.written_inputs]
-        return [*outputs, *written, *(f"the attribute {name!r}, which forward sets," for name in self.program.left)]
 
     @property
     def is_weighed(self) -> bool:

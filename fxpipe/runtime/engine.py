@@ -229,15 +229,15 @@ class Engine:
         step.commit_buffers()
         step.transport.settle()
         differentiable = [
-            (place, o, how)
-            for place, (o, how) in enumerate(bound.results)
+            (place, o, how, what)
+            for place, (o, how, what) in enumerate(bound.results)
             if not isinstance(o, ConstantOutput) and any(p.requires_grad for p in parts[o])
         ]
         if differentiable:
-            shapes = [[p.value.shape for p in parts[o]] for _, o, _ in differentiable]  # values may be freed
+            shapes = [[p.value.shape for p in parts[o]] for _, o, *_ in differentiable]  # values may be freed
 
             def backward(gradients: Sequence[torch.Tensor | None]) -> None:
-                for (_, o, how), gradient, part_shapes in zip(differentiable, gradients, shapes, strict=True):
+                for (_, o, how, _), gradient, part_shapes in zip(differentiable, gradients, shapes, strict=True):
                     if gradient is not None:
                         step.exchange.enter_gradients(o, scatter_gradient(gradient, part_shapes, how, step.weights))
                 step.caller_context = self._caller_context.for_backward(step.caller_context)
@@ -248,10 +248,10 @@ class Engine:
 
             parts_of_graph = [outputs[place] for place, *_ in differentiable]
             attached = self.commit(step, backward, parts_of_graph, running=self.running)
-            for (place, *_), output in zip(differentiable, attached, strict=True):
+            for (place, *_, what), output in zip(differentiable, attached, strict=True):
                 outputs[place] = output
                 if place in bound.used_outputs:  # the gradient of the model's own use is added in the stages
-                    refuse: Any = functools.partial(_refuse_hook, bound.result_names[place])
+                    refuse: Any = functools.partial(_refuse_hook, what)
                     output.register_hook = output.retain_grad = refuse  # type: ignore[method-assign]
         count = len(bound.program.outputs)
         self.write_back(given_inputs, [outputs[count:]])
@@ -296,11 +296,7 @@ class Engine:
     # -- forward and backward in one ---------------------------------------------------------------------------------
 
     def forward_backward(
-        self,
-        given_inputs: GivenInputs,
-        schedule: Schedule,
-        call: LossCall,
-        updates: OverlappedUpdates | None = None,
+        self, given_inputs: GivenInputs, schedule: Schedule, call: LossCall, updates: OverlappedUpdates | None = None
     ) -> tuple[torch.Tensor, Any]:
         """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None.
 
@@ -448,7 +444,7 @@ def gathered_results(step: Step) -> tuple[list[Any], dict[ReceivedValue, list[Bo
     parts = {link.value: [step.exchange.take(n, link, i) for i in every] for link in bound.wiring.links[-1]}
     outputs = [
         o.value if isinstance(o, ConstantOutput) else gather([p.value for p in parts[o]], how, step.weights, what)
-        for (o, how), what in zip(bound.results, bound.result_names, strict=True)
+        for o, how, what in bound.results
     ]
     return outputs, parts
 

@@ -25,13 +25,7 @@ from fxpipe._torch.autograd import gradients_of, output_shape, saved_reduction, 
 from fxpipe.errors import LossError
 from fxpipe.rewriting.program import ReceivedValue
 from fxpipe.runtime.bound_program import BoundProgram
-from fxpipe.runtime.losses import (
-    LOSS_REMEDIES,
-    MODEL_LOSS_REMEDIES,
-    LossCall,
-    MicroBatchLosses,
-    are_bitwise_equal,
-)
+from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, LossCall, MicroBatchLosses, are_bitwise_equal
 from fxpipe.runtime.stage_instance import BackwardHandle
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.utils.python_state import PythonState, parts_of_function

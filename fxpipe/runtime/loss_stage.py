@@ -243,8 +243,7 @@ class LossStage:
         rows = [self._at_home(self.others.pop(i, [])) for i in range(len(self.bounds))]
         if self.losses.is_handed_over:
             return rows
-        results = zip(self.bound.results, self.bound.result_names, strict=True)
-        ways = [(how, what) for (_, how), what in results][len(self.bound.program.outputs) :]
+        ways = [(how, what) for _, how, what in self.bound.results[len(self.bound.program.outputs) :]]
         return [self._gathered(rows, ways)]
 
     def _gathered(self, rows: Sequence[Sequence[Any]], ways: Sequence[tuple[int | str | None, str]]) -> list[Any]:
@@ -253,9 +252,8 @@ class LossStage:
 
     def _ways(self) -> list[tuple[int | str | None, str]]:
         """Returns how each link's output is gathered, and its name."""
-        results = zip(self.bound.results, self.bound.result_names, strict=True)
         # Use the first of duplicates: an output may also be an input that forward writes to.
-        ways = {value: (how, what) for (value, how), what in reversed([*results])}
+        ways = {value: (how, what) for value, how, what in reversed(self.bound.results)}
         return [ways[link.value] for link in self.bound.wiring.links[-1]]
 
 
