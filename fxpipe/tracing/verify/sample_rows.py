@@ -22,6 +22,7 @@ when other samples change. Parts get the whole's value of state that forward upd
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -485,18 +486,17 @@ class _SideBySide(_Findings):
             self._spread(node)
 
     def _joins_of(self, node: fx.Node) -> _Joins:
-        whole, *parts = self.values[node]
-        tolerance = max(2e-4, 4 * self.eps[node])
-        if isinstance(whole, torch.Tensor):
-            return _joins_of_tensors(whole, parts, self.parts, tolerance)
-        tensors = [[*_tensors(value)] for value in (whole, *parts)]
+        tensors = [[*_tensors(value)] for value in self.values[node]]
         if not tensors[0]:
             return frozenset(("same",))
         if any(len(t) != len(tensors[0]) for t in tensors):
             return _NO_JOIN
+        tolerance = max(2e-4, 4 * self.eps[node])
         leaves = zip(*tensors, strict=True)
-        all_join = all(_joins_of_tensors(one[0], one[1:], self.parts, tolerance) for one in leaves)
-        return frozenset(("parts",)) if all_join else _NO_JOIN
+        joins = [_joins_of_tensors(whole, parts, self.parts, tolerance) for whole, *parts in leaves]
+        if isinstance(self.values[node][0], torch.Tensor):
+            return joins[0]
+        return frozenset(("parts",)) if all(joins) else _NO_JOIN
 
     def _is_update(self, node: fx.Node, sources: list[fx.Node]) -> bool:
         """Returns whether a node computes new state from old state and samples; gives parts the state of the whole.
@@ -636,10 +636,7 @@ def _is_last_map(node: fx.Node, written: frozenset[int]) -> bool:
 def _joins_of_tensors(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int], tolerance: float
 ) -> _Joins:
-    def is_whole(value: Any) -> bool:
-        is_exact = not (whole.is_floating_point() or whole.is_complex())
-        return is_close(whole, value, 0.0 if is_exact else tolerance)
-
+    is_whole = functools.partial(is_close, whole, tolerance=tolerance)
     if whole.layout != torch.strided or any(part.dim() != whole.dim() for part in parts):
         return _NO_JOIN
     if whole.numel() == 0 == sum(part.numel() for part in parts):
