@@ -19,26 +19,26 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpipe._torch.compiler import is_compiler_loaded
 from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError, InputDim, parse_dynamic_shapes
-from fxpipe.tracing.fake_tensors import is_faked, mute_fake_tensor_logs, original_of, with_fake_tensors
+from fxpipe.tracing.fake_tensors import active_fake_mode, is_faked, mute_fake_tensor_logs, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
 from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
 from fxpipe.tracing.record import record_model
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
+from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON
 from fxpipe.tracing.record.record_model import input_leaves, refuse_side_effects
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.strategies import find_graph
-from fxpipe.tracing.trace_request import RECORD, TraceRequest, TracerOption, check_tracer, requested_leaf_modules
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import RECORD, Traced, TraceRequest, TracerOption
 from fxpipe.tracing.verify.effects import check_invariants
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.progress import show_progress
@@ -127,12 +127,12 @@ def trace(
             model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, compares, seed, dynamic, is_whole
         )
         traced = replace(_find_graph_with_dynamic_sizes(request), print_lines=lost_prints())
-        if was_faked := is_faked():
-            traced.constants.update({name: original_of(tensor) for name, tensor in traced.constants.items()})
+        if (mode := active_fake_mode()) is not None:
+            traced.constants.update({name: mode.original(tensor) for name, tensor in traced.constants.items()})
         check_invariants(traced)
         has_run = compares and traced.is_recorded
         refuse_side_effects(traced, args, kwargs or {}, has_run)
-    if was_faked:
+    if mode is not None:
         traced.python_state.take()  # with the model's own tensors in lists and dicts
     return traced
 
@@ -231,3 +231,40 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
         with contextlib.suppress(MakesState):
             return find_graph(replace(request, may_overwrite=True))
     raise error
+
+
+def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]) -> dict[str, str]:
+    """Returns the paths of the modules to keep whole, with the reason. Raises `ArgumentError` for unknown modules."""
+    modules = {path: module for path, module in model.named_modules() if path}
+    whole: dict[str, str] = {}
+    for asked in leaf_modules:
+        matching = [
+            path for path, m in modules.items() if (isinstance(m, asked) if isinstance(asked, type) else path == asked)
+        ]
+        if not matching:
+            known = ", ".join([*modules][:8]) + (", ..." if len(modules) > 8 else "")
+            raise ArgumentError(
+                f"leaf_modules: {type(model).__name__} has no module {asked!r}; expected names ({known}) or classes "
+                "of its modules"
+            )
+        whole |= dict.fromkeys(matching, LEAF_MODULE_REASON)
+    return {path: why for path, why in whole.items() if not any(path.startswith(f"{p}.") for p in whole)}
+
+
+def check_tracer(tracer: Any) -> TracerOption:
+    """Returns `tracer`, or raises if it is not a tracer."""
+    accepted = (
+        f"accepted are {RECORD!r} and a function from the model to a torch.fx.GraphModule (torch.fx.symbolic_trace, or "
+        "one that calls torch.export.export: docs/tracing.md)"
+    )
+    if isinstance(tracer, fx.Tracer) or (isinstance(tracer, type) and issubclass(tracer, fx.Tracer)):
+        raise ArgumentTypeError(
+            f"tracer is a torch.fx.Tracer; {accepted}; make a function of it: lambda m: fx.GraphModule(m, "
+            "MyTracer().trace(m))"
+        )
+    if isinstance(tracer, str) and tracer != RECORD:
+        raise ArgumentError(f"tracer={tracer!r} is unknown; {accepted}; leave it out to have the model recorded")
+    if not isinstance(tracer, str) and not callable(tracer):
+        raise ArgumentTypeError(f"tracer is {with_article(tracer)}; {accepted}; leave it out to record the model")
+    known: TracerOption = tracer
+    return known

@@ -66,12 +66,6 @@ class TensorGuard:
         )
 
 
-def tensors_match(attributes: Sequence[TensorGuard]) -> bool:
-    """Returns whether all guards hold and their tensors are still different; a new tie makes another model."""
-    apart = len({id(a.store.get(a.key)) for a in attributes}) == len(attributes)
-    return apart and all(attribute.holds() for attribute in attributes)
-
-
 def requires_grad_flags(model: nn.Module) -> tuple[bool, ...]:
     """Returns `requires_grad` of each parameter. Only a forward that reads it needs another graph for other flags."""
     return tuple(p.requires_grad for p in model.parameters())

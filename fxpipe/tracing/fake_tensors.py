@@ -132,6 +132,11 @@ def with_fake_tensors(model: nn.Module, inputs: Any, always: bool = False) -> It
             mode.clear_caches()
 
 
+def active_fake_mode() -> ModelFakeMode | None:
+    """Returns the mode of the innermost block of `with_fake_tensors` with fake tensors."""
+    return _current.mode
+
+
 def in_fake_mode() -> contextlib.AbstractContextManager[object]:
     """A block in which results are fake if `with_fake_tensors` is active with fake tensors."""
     return contextlib.nullcontext() if _current.mode is None else _current.mode
@@ -142,19 +147,9 @@ def is_faked() -> bool:
     return _current.mode is not None
 
 
-def fake_draw_count() -> int:
-    """Returns the number of random functions that have run: torch's generators do not advance for fake tensors."""
-    return 0 if _current.mode is None else _current.mode.drawn
-
-
 def fake_if_active(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor of a graph as it can be used now: fake if a block of `with_fake_tensors` uses fake tensors."""
     return tensor if _current.mode is None else _current.mode.fake(tensor)
-
-
-def original_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the model's tensor for a fake one, to keep after a block of `with_fake_tensors`."""
-    return tensor if _current.mode is None else _current.mode.original(tensor)
 
 
 def draws_nothing(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> bool:

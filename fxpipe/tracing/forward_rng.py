@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe._torch.functions import opname
 from fxpipe._torch.module_internals import STORE_NAMES
 from fxpipe._torch.operators import OpOverloadPacket, schema_of
-from fxpipe.tracing.fake_tensors import draws_nothing, fake_draw_count, is_faked
+from fxpipe.tracing.fake_tensors import active_fake_mode, draws_nothing, is_faked
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils import accelerator
@@ -106,8 +106,8 @@ def python_draws(
 
 
 def generator_states() -> list[Any]:
-    if is_faked():
-        return [fake_draw_count()]
+    if (mode := active_fake_mode()) is not None:
+        return [mode.drawn]
     states: list[Any] = [torch.default_generator.get_state()]
     return states + [accelerator.generator_position(generator) for generator in accelerator.used_generators()]
 
@@ -129,7 +129,11 @@ def might_draw(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     An expert without tokens has an empty input, and its dropout draws nothing; neither does `randperm(1)`.
     """
     name = opname(function)
-    schemas, switch = _random_schemas(name), _training_signature(function)
+    schemas, switch = _random_schemas(name), None
+    if getattr(function, "__module__", None) == "torch.nn.functional" and hasattr(function, "__code__"):
+        signature = inspect.signature(function)
+        names = signature.parameters.keys()  # of a function that draws in training only
+        switch = signature if "training" in names and not names.isdisjoint(("p", "dropout_p", "lower")) else None
     if not schemas and switch is None:
         return False
     if name not in _VALUE_DEPENDENT and all(t.numel() > 1 for t in tensors_in((args, kwargs, result))):
@@ -150,15 +154,6 @@ def _random_schemas(name: str) -> tuple[torch.FunctionSchema, ...]:
         return ()
     overloads = (getattr(packet, overload) for overload in packet.overloads())
     return tuple(schema_of(o) for o in overloads if torch.Tag.nondeterministic_seeded in o.tags)
-
-
-def _training_signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a function of `torch.nn.functional` that draws in training only."""
-    if getattr(function, "__module__", None) != "torch.nn.functional" or not hasattr(function, "__code__"):
-        return None
-    signature = inspect.signature(function)
-    names = signature.parameters.keys()
-    return signature if "training" in names and not names.isdisjoint(("p", "dropout_p", "lower")) else None
 
 
 # -- generators of Python or numpy that a model holds ---------------------------------------------------------------

@@ -16,7 +16,7 @@ from fxpipe._torch.functions import opname
 from fxpipe._torch.operators import BUILTIN_MODULE, MODULE_ALIASES
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.source_lines import UNKNOWN_LINE
-from fxpipe.tracing.traced import CALL_OPS, Traced
+from fxpipe.tracing.traced import CALL_OPS
 from fxpipe.utils.text_table import text_table
 
 _SYMBOLS = {
@@ -122,10 +122,3 @@ def node_table(graph: fx.Graph) -> str:
     ]
     headers = ("node", "computes", "makes", "module", "source")
     return text_table(rows, headers, left=headers, keys=len(headers))  # all columns, for searching
-
-
-def graph_table(traced: Traced) -> str:
-    """Formats the nodes, after the reasons and guards of the graph."""
-    head = f"{type(traced.model).__name__}: {len(traced.nodes)} nodes, traced by {traced.tracer}"
-    guards = [f"- holds where {guard}" for guard in (traced.guards.guards if traced.guards else ())]
-    return "\n".join([head, *(f"- {why}" for why in traced.why), *guards, node_table(traced.graph)])

@@ -191,12 +191,8 @@ def _written_storages(node: fx.Node) -> frozenset[int]:
     """Returns the memory that a node writes to. Batch norm does not raise the versions of its statistics."""
     storages = info(node).written_storages
     if node.target in NORM_FUNCTIONS:
-        storages = storages.union(*map(_storages, running_statistics(node)))
+        storages = storages.union(*(info(n).storages for n in running_statistics(node)))
     return storages
-
-
-def _storages(node: fx.Node) -> frozenset[int]:
-    return info(node).storages
 
 
 def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
@@ -207,7 +203,7 @@ def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
             needed.add(node)
             if not _is_size(node):  # sizes are known without the value
                 needed.update(node.all_input_nodes)
-                storages.update(*map(_storages, node.all_input_nodes))
+                storages.update(*(info(n).storages for n in node.all_input_nodes))
         node = node.prev
     return needed
 
@@ -236,7 +232,7 @@ def _unknown_source(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -
     own = sorted(s for s in sources if s in attributes)
     parameters = [s for s in own if isinstance(attribute_tensor(traced, attributes[s]), torch.nn.Parameter)]
     written = frozenset[int]().union(*map(_written_storages, traced.graph.nodes))
-    changing = [s for s in own if s in traced.assigned or not written.isdisjoint(_storages(attributes[s]))]
+    changing = [s for s in own if s in traced.assigned or not written.isdisjoint(info(attributes[s]).storages)]
     path, asked = info(read).module, value_read_of(read)
     if _RANDOM_NUMBERS in sources and not _only_decide(needed, known):
         return _RANDOM_NUMBERS
@@ -246,9 +242,13 @@ def _unknown_source(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -
         return f"{changing[0]!r}, which forward changes"
     if asked.is_size and "the inputs" in sources and (path or not isinstance(asked.value, bool)):
         return "the inputs"  # it differs for each micro-batch
-    if path and isinstance(asked.value, (float, complex)):
-        return _changes_each_step(traced, needed) or None
-    return None
+    is_of_samples = any(n.op == "placeholder" and traced.leaves[traced.place_of(n)].shape for n in needed)
+    if is_of_samples or not path or not isinstance(asked.value, (float, complex)):
+        return None  # what depends on samples belongs to the mini-batch: a module cannot compute it from a micro-batch
+    # A number that changes in each step, and with it the graph, but not between micro-batches.
+    read_tensors = [n for n in needed if n.op == "get_attr" and attribute_tensor(traced, n).requires_grad]
+    trained = sorted(repr(n.target) for n in read_tensors)
+    return next(iter([*trained, *(s for s in (_RANDOM_NUMBERS, "the inputs") if s in sources)]), None)
 
 
 def _unguardable_text(read: fx.Node, source: str) -> str:
@@ -274,19 +274,3 @@ def _only_decide(needed: Collection[fx.Node], known: Collection[fx.Node]) -> boo
         if node in needed and not numbers.isdisjoint(node.all_input_nodes):
             numbers.add(node)
     return all(user in known for node in numbers for user in node.users)
-
-
-def _changes_each_step(traced: Traced, needed: Collection[fx.Node]) -> str | None:
-    """Names the source of a number that changes in each step, and with it the graph, but not between micro-batches.
-
-    A number that depends on samples belongs to the mini-batch; a module cannot compute it from a micro-batch.
-    """
-    for node in needed:
-        if node.op == "placeholder" and traced.leaves[traced.place_of(node)].shape:
-            return None
-    for node in needed:
-        if node.op == "get_attr" and attribute_tensor(traced, node).requires_grad:
-            return repr(node.target)
-    if any(info(node).is_random for node in needed):
-        return _RANDOM_NUMBERS
-    return "the inputs" if any(node.op == "placeholder" for node in needed) else None

@@ -31,19 +31,10 @@ from fxpipe._torch.functions import opname, takes_input_leaves
 from fxpipe._torch.module_internals import GUARDS_MODULE, original_module
 from fxpipe._torch.operators import HigherOrderOperator
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
+from fxpipe.tracing import model_state
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.forward_rng import OwnGenerators, generator_states, same_generator_states
 from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
-from fxpipe.tracing.model_state import (
-    equal_tensors,
-    preserve_rng,
-    preserve_state,
-    python_rng_state,
-    same_python_rng_state,
-    slots_of,
-    tensors_of,
-    without_gradients,
-)
 from fxpipe.tracing.record.module_hooks import run_model, user_hooks_of
 from fxpipe.tracing.record.patches import PATCH_TURN
 from fxpipe.tracing.record.record_model import changed_container_error, changed_input_item, input_leaves, record
@@ -79,7 +70,7 @@ def trace_by_function(
     are not the model's, `TraceError` if it has lost something that the model does, or no graph can represent it.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
-    with PATCH_TURN, preserve_state(model), without_gradients(model):
+    with PATCH_TURN, model_state.preserve_state(model), model_state.without_gradients(model):
         module = function(model)
     if isinstance(module, ExportedProgram):
         module = module.module()
@@ -98,12 +89,6 @@ def trace_by_function(
     before = {key: tensor.detach().clone() for key, tensor in held.items()}
     try:
         traced = record(model, args, kwargs, run=functools.partial(_run_graph, model, module, name), held=held)
-        for key, tensor in held.items():
-            if not equal_tensors(tensor, before[key]):
-                raise TraceError(
-                    f"the graph that {name!r} made changes the tensor {key!r}, which is no buffer of the model; "
-                    "register it (register_buffer)"
-                )
     except TraceError:
         raise
     except Exception as error:
@@ -113,10 +98,15 @@ def trace_by_function(
             "may decide by what was another thing while it was traced; leave it to recording (tracer='record')"
         ) from error
     finally:
+        changed = [key for key, tensor in held.items() if not model_state.equal_tensors(tensor, before[key])]
         with torch.no_grad():
-            for key, tensor in held.items():
-                if not equal_tensors(tensor, before[key]):
-                    tensor.copy_(before[key])
+            for key in changed:
+                held[key].copy_(before[key])
+    if changed:
+        raise TraceError(
+            f"the graph that {name!r} made changes the tensor {changed[0]!r}, which is no buffer of the model; "
+            "register it (register_buffer)"
+        )
     if is_faked():
         raise TraceError(
             f"the graph that {name!r} made cannot be compared with the model: it or its inputs have no values (meta "
@@ -130,9 +120,9 @@ def trace_by_function(
 
 def _extra_tensors(model: nn.Module, module: fx.GraphModule, tracer: str) -> dict[str, torch.Tensor]:
     """Returns the tensors of the user's graph that are not the model's, each once, under names that the model lacks."""
-    names, own = tensors_of(model), {slot.name for slot in slots_of(model)}
+    names, own = model_state.tensors_of(model), {slot.name for slot in model_state.slots_of(model)}
     known, held = set(map(id, names.values())), dict[str, torch.Tensor]()
-    for slot, tensor in slots_of(module).items():
+    for slot, tensor in model_state.slots_of(module).items():
         if id(tensor) in known:
             continue
         if isinstance(tensor, nn.Parameter) or slot.name in own:
@@ -161,9 +151,8 @@ class _GraphRun(fx.Interpreter):
         for node in self.graph.nodes:
             if getattr(node.target, "__module__", None) == PREDISPATCH_MODULE:
                 _, line = _node_origin(node, self.paths) or ("", UNKNOWN_LINE)
-                raise TraceError(
-                    f"forward uses a transform of torch.func (vmap, grad) at {line}; write the function out"
-                )
+                what = "forward uses a transform of torch.func (vmap, grad)"
+                raise TraceError(f"{what} at {line}; write the function out")
 
     def run_on(self, values: Sequence[Any]) -> Any:
         """Runs the graph with these values for its placeholders."""
@@ -191,10 +180,10 @@ class _GraphRun(fx.Interpreter):
             device, dtype, enabled, cache = args[:4]
             block, inner, operands = torch.autocast(device, dtype, enabled, cache), args[4], args[5:]
         else:
+            _, line = self.recorder.origin or ("", UNKNOWN_LINE)
             raise TraceError(
-                f"the graph has a block of the kind {target.__name__!r} (at "
-                f"{(self.recorder.origin or ('', 'unknown'))[1]}), which cannot be cut; keep decisions in tensors "
-                "(torch.where, masks), and loops in Python"
+                f"the graph has a block of the kind {target.__name__!r} (at {line}), which cannot be cut; keep "
+                "decisions in tensors (torch.where, masks), and loops in Python"
             )
         with block:
             return _GraphRun(self.recorder, inner).run_on(operands)
@@ -251,12 +240,8 @@ _PUBLIC: dict[Any, Callable[..., Any]] = {
     _aten.sym_stride.int: torch.Tensor.stride,
     _aten.sym_numel.default: torch.numel,
     # The last argument switches cuDNN on.
-    _aten.batch_norm.default: lambda x, weight, bias, mean, var, *rest: F.batch_norm(
-        x, mean, var, weight, bias, *rest[:-1]
-    ),
-    _aten.instance_norm.default: lambda x, weight, bias, mean, var, *rest: F.instance_norm(
-        x, mean, var, weight, bias, *rest[:-1]
-    ),
+    _aten.batch_norm.default: lambda x, w, b, mean, var, *rest: F.batch_norm(x, mean, var, w, b, *rest[:-1]),
+    _aten.instance_norm.default: lambda x, w, b, mean, var, *rest: F.instance_norm(x, mean, var, w, b, *rest[:-1]),
     _aten.dropout.default: F.dropout,
     _aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
 }
@@ -281,11 +266,11 @@ class _LossDetector(TorchFunctionMode):
         if any(t.requires_grad and t.is_leaf and id(t) not in self._known for t in tensors_in((args, keywords))):
             other = "uses a tensor that requires grad and is not the model's", "make it an nn.Parameter of the model"
             loss = loss or other
-        result = func(*args, **keywords)
-        if result is not None and is_grad_fn_access(func, opname(func)):
-            loss = loss or (NODE_PROBLEM, NODE_REMEDY + OPAQUE_REMEDY)
         if loss is not None:
             self.note(f"the model {loss[0]} at {user_line()}; {loss[1]}")
+        result = func(*args, **keywords)
+        if result is not None and is_grad_fn_access(func, opname(func)):
+            self.note(f"the model {NODE_PROBLEM} at {user_line()}; {NODE_REMEDY}{OPAQUE_REMEDY}")
         return result
 
     def note(self, text: str) -> None:
@@ -307,11 +292,11 @@ def _observe_model(
     inputs = list(map(copy_as_leaf, values))  # their `grad` shows whether backward reached them
     copies = list(map(writable_copy, inputs))
     args, kwargs = pytree.tree_unflatten(copies, spec)
-    with preserve_state(model) as snapshot, preserve_objects(spec):
+    with model_state.preserve_state(model) as snapshot, preserve_objects(spec):
         torch.manual_seed(seed)
-        before, own_generators = python_rng_state(), OwnGenerators(model)
-        witness = _LossDetector([*tensors_of(model).values(), *inputs])
-        with without_gradients(model):
+        before, own_generators = model_state.python_rng_state(), OwnGenerators(model)
+        witness = _LossDetector([*model_state.tensors_of(model).values(), *inputs])
+        with model_state.without_gradients(model):
             with witness:
                 result = run_model(model, args, kwargs)
             tensors = [*model.parameters(), *(x for x in inputs if isinstance(x, torch.Tensor))]
@@ -322,7 +307,7 @@ def _observe_model(
                 )
         if witness.error is not None:
             raise witness.error
-        if not same_python_rng_state(before, python_rng_state()):
+        if not model_state.same_python_rng_state(before, model_state.python_rng_state()):
             raise python_rng_error()
         own_generators.refuse_drawn()
         if changed := changed_input_item(model, (args, kwargs), leaves, copies, spec):
@@ -348,7 +333,7 @@ def _check_imported(traced: Traced, values: Sequence[Any]) -> Traced:
             f"the graph that {traced.tracer!r} made returns {traced.out_spec.num_leaves} values and the model "
             f"{spec.num_leaves}; leave it to recording (tracer='record')"
         )
-    with preserve_rng():
+    with model_state.preserve_rng():
         torch.manual_seed(seed)
         observe_run(traced, values)
         of_graph = generator_states()

@@ -26,7 +26,7 @@ from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
 from fxpipe._torch.tensor_data import replace_data
-from fxpipe.tracing.parameter_offload import can_be_offloaded, offload_parameters
+from fxpipe.tracing.parameter_offload import OffloadedParameters, can_be_offloaded
 from fxpipe.tracing.record.host_arguments import HostArgumentConversion
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
@@ -468,7 +468,7 @@ def model_on(model: nn.Module, device: torch.device | None, share: float = RECOR
                 yield
                 return
             left = max(0, room - _storage_bytes(whole))
-            parameters = stack.enter_context(offload_parameters(offloaded, device, left))
+            parameters = stack.enter_context(OffloadedParameters(device, left).following(offloaded))
             yield
             parameters.keep(t for t in _model_tensors(model) if id(t) not in kinds)  # that forward has created
     finally:

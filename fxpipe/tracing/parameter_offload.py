@@ -133,9 +133,8 @@ class OffloadedParameters:
         self._homes.append((parameter, home, here))
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """A block in which parameters are fetched on use."""
-        read_attribute = nn.Module.__getattr__
+    def following(self, parameters: Iterable[torch.Tensor] = ()) -> Iterator[OffloadedParameters]:
+        """A block in which these parameters are fetched on use. The caller restores their data."""
         # Recorded nodes keep `apply`, and would keep all parameters alive. Other threads may be in either function when
         # the block ends, so both read `here` only once.
         here = [self]
@@ -143,25 +142,30 @@ class OffloadedParameters:
         def getattr_of_module(module: nn.Module, name: str) -> Any:
             value = read_attribute(module, name)
             if isinstance(value, torch.Tensor):
-                for parameters in here:
-                    parameters.read([value])
+                for offloaded in here:
+                    offloaded.read([value])
             return value
 
         def apply(plain: Apply, function: FunctionClass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with contextlib.ExitStack() as stack:
-                for parameters in here:
-                    stack.enter_context(parameters.in_use(tensors_in((args, kwargs))))
+                for offloaded in here:
+                    stack.enter_context(offloaded.in_use(tensors_in((args, kwargs))))
                 return plain(function, *args, **kwargs)
 
-        outer, _current.parameters = _current.parameters, self
-        nn.Module.__getattr__ = getattr_of_module  # type: ignore[method-assign]
-        try:
-            with intercept_apply(apply), watch_saved_tensors(self.read), _FetchMode(self):
-                yield
-        finally:
-            nn.Module.__getattr__ = read_attribute  # type: ignore[method-assign]
-            here.clear()
-            _current.parameters = outer
+        with DISPATCH_MODE_LOCK:
+            for parameter in parameters:
+                self.add(parameter)
+            read_attribute, outer = nn.Module.__getattr__, _current.parameters
+            nn.Module.__getattr__ = getattr_of_module  # type: ignore[method-assign]
+            _current.parameters = self
+            try:
+                with intercept_apply(apply), watch_saved_tensors(self.read), _FetchMode(self):
+                    yield self
+            finally:
+                nn.Module.__getattr__ = read_attribute  # type: ignore[method-assign]
+                _current.parameters = outer
+                here.clear()
+                self.release_all()
 
     @contextlib.contextmanager
     def in_use(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -270,22 +274,6 @@ _current = _Current()
 def parameters_at_home() -> contextlib.AbstractContextManager[None]:
     """A block in which parameters are back at home, without a copy, if they are offloaded."""
     return contextlib.nullcontext() if _current.parameters is None else _current.parameters.at_home()
-
-
-@contextlib.contextmanager
-def offload_parameters(
-    parameters: Sequence[torch.Tensor], device: torch.device, room: int
-) -> Iterator[OffloadedParameters]:
-    """A block in which parameters use at most `room` bytes of a device. The caller restores their data."""
-    with DISPATCH_MODE_LOCK:
-        offloaded = OffloadedParameters(device, room)
-        for parameter in parameters:
-            offloaded.add(parameter)
-        try:
-            with offloaded.following():
-                yield offloaded
-        finally:
-            offloaded.release_all()
 
 
 class _FetchMode(TorchDispatchMode):

@@ -29,8 +29,8 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.cache_key import GraphKey, TensorGuard, requires_grad_flags, tensors_match, torch_switches
-from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeComparisons, SizeCondition
+from fxpipe.tracing.cache_key import GraphKey, TensorGuard, requires_grad_flags, torch_switches
+from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicDims, DynamicSizes, Lengths, SizeComparisons, SizeCondition
 from fxpipe.tracing.model_state import is_fixed
 from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.recorded_sizes import InputRead, LayoutRead, SizeRead
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from fxpipe.tracing.verify.effects import Effects
 
 CALL_OPS = ("call_function", "call_method")
+RECORD = "record"  # the tracer that records
+TracerOption = str | Callable[[nn.Module], fx.GraphModule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,27 @@ class RecordingOptions:
 
 
 PLAIN_RECORDING = RecordingOptions()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TraceRequest:
+    """The arguments of `fxpipe.trace`: a model, its example inputs, and the user's options."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: Sequence[Any]  # flattened inputs
+    tracer: TracerOption
+    leaf_modules: Mapping[str, str]  # paths of the modules to keep whole, with the reason
+    in_dims: Any
+    out_dims: Any
+    chunks: int
+    is_compared: bool
+    seed: int  # seed of the random numbers that forward draws and reads
+    dynamic: DynamicDims  # dimensions besides the batch whose size may vary
+    is_whole: bool = False  # is the mini-batch the only micro-batch? Then nothing is split or combined.
+    is_for_one_size: bool = False  # may the graph hold for the example's number of samples only?
+    may_overwrite: bool = False  # see `RecordingOptions`
 
 
 class TracedGraph(fx.Graph):
@@ -332,10 +355,12 @@ class Traced:
     def holds_for_model(self) -> bool:
         """Returns whether this is the graph of the model in its present state, whose flags equal `flags`."""
         self.refuse_inference_mode()
+        tensors = {id(guard.store.get(guard.key)) for guard in self.attributes}
         return (
             self.python_state.holds()
             and self.switches == torch_switches()
-            and tensors_match(self.attributes)
+            and len(tensors) == len(self.attributes)  # a new tie makes another model
+            and all(guard.holds() for guard in self.attributes)
             and self.requires_grad in (None, requires_grad_flags(self.model))
         )
 
@@ -412,9 +437,11 @@ class Traced:
         return common_batch_size(sizes) if sizes else 1
 
     def __str__(self) -> str:
-        from fxpipe.tracing.graph_text import graph_table
+        from fxpipe.tracing.graph_text import node_table
 
-        return graph_table(self)
+        head = f"{type(self.model).__name__}: {len(self.nodes)} nodes, traced by {self.tracer}"
+        guards = [f"- holds where {guard}" for guard in (self.guards.guards if self.guards else ())]
+        return "\n".join([head, *(f"- {why}" for why in self.why), *guards, node_table(self.graph)])
 
 
 def common_batch_size(batch_sizes: Sequence[tuple[str, int]]) -> int:

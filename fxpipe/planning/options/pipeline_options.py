@@ -41,7 +41,8 @@ from fxpipe.planning.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.profiling.loss_cost import PlannedLoss, parse_loss
 from fxpipe.scheduling import ScheduleLike
-from fxpipe.tracing.trace_request import RECORD, TracerOption, check_tracer
+from fxpipe.tracing import check_tracer
+from fxpipe.tracing.traced import RECORD, TracerOption
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.units import parse_count, parse_number, with_article
 

@@ -39,8 +39,7 @@ from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effect
 from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.shapes.symbolic_shapes import SIZE_RELATIONS, add_size_read
 from fxpipe.tracing.tensors import slice_samples
-from fxpipe.tracing.trace_request import TraceRequest
-from fxpipe.tracing.traced import CALL_OPS, Traced, runs_python
+from fxpipe.tracing.traced import CALL_OPS, Traced, TraceRequest, runs_python
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.utils.batch_split import largest_micro_batch, micro_batch_sizes, rows_per_sample, samples_along
 from fxpipe.utils.python_objects import equal_values
