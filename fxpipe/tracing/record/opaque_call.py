@@ -247,8 +247,11 @@ def call_opaque(
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
         moved = list(map(storage_of, own)) != storages
     if outside := opaque.known_tensors or external:
+        made = {"a tensor that forward has made" for t in outside if recorder.knows(t)}
+        own_names = [recorder.names.own(t) for t in outside if not recorder.knows(t)]
+        names = made.union("a tensor of its own" if one is None else repr(one) for one in own_names)
         raise refuse(
-            f"uses {_tensor_names(recorder, outside)} from outside (a closure, a patched method)",
+            f"uses {', '.join(sorted(names))} from outside (a closure, a patched method)",
             "use tensors of the module itself (self.weight), or give them as arguments",
         )
     if changed:
@@ -360,16 +363,6 @@ def _puts_gradients(model: nn.Module, results: Sequence[Any], ends: Sequence[tor
         torch.autograd.grad(roots, leaves, list(map(torch.ones_like, roots)), retain_graph=True, allow_unused=True)
         return any(t.grad is not None for t in (*model.parameters(), *ends))
     return False
-
-
-def _tensor_names(recorder: Recorder, tensors: Sequence[torch.Tensor]) -> str:
-    def name(tensor: torch.Tensor) -> str:
-        if recorder.knows(tensor):
-            return "a tensor that forward has made"
-        own = recorder.names.own(tensor)
-        return repr(own) if own is not None else "a tensor of its own"
-
-    return ", ".join(sorted(set(map(name, tensors))))
 
 
 # -- opaque modules: one node for each call --------------------------------------------------------------------------
@@ -484,9 +477,8 @@ def _whole_method(recorder: Recorder, method: Callable[..., Any], name: str) -> 
         except CannotRecord:
             raise
         except Exception as error:  # perhaps it uses modules inside, after all
-            raise recorder.refuse(
-                f"runs {own!r}, kept whole, which raises {error!r}", "keep the module whole"
-            ) from error
+            problem = f"runs {own!r}, kept whole, which raises {error!r}"
+            raise recorder.refuse(problem, "keep the module whole") from error
         return result
 
     return call

@@ -307,10 +307,9 @@ def _insert_formulas(
 # -- recordings on a few samples ---------------------------------------------------------------------------------------
 #
 # Running a model on a large mini-batch several times may take minutes. So the model is recorded on the samples of one
-# micro-batch, unless forward reads values. Then sizes with the batch are disguised, as dynamic sizes are
-# (`other_sizes`): if the recording stays the same, forward does not depend on the number of samples. The graph is
-# compared with the model, on real values, at the micro-batch sizes. All other cases are recorded on all samples, which
-# also gives the right error message. Among them are hooks of the user and tables outside the modules.
+# micro-batch, unless forward reads values. Then sizes with the batch are disguised (see below): if the recording stays
+# the same, forward does not depend on the number of samples. The graph is compared with the model at the micro-batch
+# sizes. All other cases, such as user hooks and tables outside modules, are recorded on all samples.
 
 LONG_RECORDING = 0.25  # seconds; after shorter recordings, all samples are recorded
 
@@ -374,8 +373,8 @@ def read_untracked_sizes(traced: Traced) -> Traced:
         batch = traced.batch_of(traced.leaves)
         others.append((batch, batch + 1))
     if again is not None and (sizes or example or traced.first_text):
-        plain = again({})
-        if traced.first_text and not all(_is_same_recording(plain, again, {TEXTS: guise}) for guise in GUISES):
+        is_same = functools.partial(_is_same_recording, again({}), again)
+        if traced.first_text and not all(is_same({TEXTS: guise}) for guise in GUISES):
             module, line, calls = traced.first_text
             raise CannotRecord(
                 f"the model{f' in module {module!r}' if module else ''} depends on the text of a tensor at {line}; "
@@ -384,9 +383,9 @@ def read_untracked_sizes(traced: Traced) -> Traced:
                 calls={module: calls_before_effects(traced.graph, module, calls)},
             )
         if example:
-            _refuse_untracked(traced, example, others, plain, again)
-        if not _is_same_recording(plain, again, dict.fromkeys(sizes, 1)):
-            met = [node for key, node in sizes.items() if not _is_same_recording(plain, again, {key: 1})]
+            _refuse_untracked(traced, example, others, is_same)
+        if not is_same(dict.fromkeys(sizes, 1)):
+            met = [node for key, node in sizes.items() if not is_same({key: 1})]
             for node in met or sizes.values():
                 _add_read(traced, node)
     erase_unused_nodes(traced)
@@ -397,8 +396,7 @@ def _refuse_untracked(
     traced: Traced,
     example: Mapping[sympy.Symbol, int],
     others: Sequence[tuple[int, int]],
-    plain: Traced,
-    again: Callable[[Disguise], Traced],
+    has_same_recording: Callable[[Disguise], bool],
 ) -> None:
     """Refuses a size if its disguise changes the recording. `others`: two sizes that Python sees for each of `example`.
 
@@ -418,7 +416,7 @@ def _refuse_untracked(
         for seen in zip(*others, strict=True):
             values = {**recorded, **{s: size for s, size in zip(example, seen, strict=True) if s in symbols}}
             more = {formula: int(formula.subs(values)) - int(formula.subs(recorded)) for formula in {*sizes.values()}}
-            if not _is_same_recording(plain, again, {key: more[formula] for key, formula in sizes.items()}):
+            if not has_same_recording({key: more[formula] for key, formula in sizes.items()}):
                 return False
         return True
 
