@@ -65,14 +65,13 @@ class PythonReads:
             nonlocal collects
             collects &= phase == "start" or threading.get_ident() != thread
 
-        is_outside, is_elsewhere = is_elsewhere, lambda: collects or is_outside()
-        self._is_elsewhere = is_elsewhere
+        self._is_elsewhere = lambda: collects or is_elsewhere()
         is_profiled = sys.getprofile() is not None
         watch: Any = sys.settrace if is_profiled else sys.setprofile  # a user's profiler could not be restored
         outer: Any = sys.gettrace() if is_profiled else None
 
         def enter(frame: FrameType, event: str, argument: Any) -> Any:
-            if event == "call" and id(frame.f_code) not in self._ran and not is_elsewhere():
+            if event == "call" and id(frame.f_code) not in self._ran and not self._is_elsewhere():
                 self._add_code(frame)
             return outer and outer(frame, event, argument)
 

@@ -404,15 +404,13 @@ def line_of_change(model: nn.Module, tree: Any, spec: pytree.TreeSpec, has_chang
         return look if result == UNKNOWN_LINE and is_user_file(file) and is_followed_file(file) else None
 
     args, kwargs = tree
-    with (
-        preserve_state(model),
-        preserve_objects(spec),
-        in_fake_mode(),
-        NoSavedTensors(),
-        contextlib.ExitStack() as stack,
-        contextlib.suppress(Exception),
-    ):
-        stack.callback(sys.settrace, sys.gettrace())
+    before = sys.gettrace()
+    with preserve_state(model), preserve_objects(spec), in_fake_mode(), NoSavedTensors():
         sys.settrace(enter)
-        model(*args, **kwargs)
+        try:
+            model(*args, **kwargs)
+        except Exception:  # after the change, perhaps
+            return result
+        finally:
+            sys.settrace(before)
     return result
