@@ -224,9 +224,6 @@ class Cluster:
         return f"{self.data} replicas of a pipeline of {count_text(self.pipe, 'device')} in {place}, mesh {self.mesh}"
 
 
-# -- Arguments -------------------------------------------------------------------------------------------------------
-
-
 def parse_mesh(mesh: Any) -> tuple[str, str]:
     """Returns `("data", "pipe")` or `("pipe", "data")`, names of dimensions as of a `DeviceMesh`.
 

@@ -123,8 +123,6 @@ class StageOptimizer(StagewiseOptimizer):
         taken, held = {id(p) for p in self.parameters()}, {id(p) for p in self.pipe.parameters()}
         super().add_param_group(resolve_group(param_group, _named_parameters(self.pipe), taken, held))
 
-    # -- Steps -------------------------------------------------------------------------------------------------------
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the weights of all stages at the same time, in their workers. `closure`: as in torch."""
         loss = None
@@ -217,8 +215,6 @@ class StageOptimizer(StagewiseOptimizer):
             _try_parts(self, parts)
             self._tried |= {key}
 
-    # -- Options and state -------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's `state_dict`, with the state in the order of parameters, not of the stages' updates.
 
@@ -266,9 +262,6 @@ def _blank_optimizer(optimizer_class: Any) -> StageOptimizer:
 def _named_parameters(pipe: Pipeline) -> NamedParameters:
     """Returns the parameters of the full model, so that groups are equal on all processes."""
     return NamedParameters(pipe._fxpipe_model.named_parameters(remove_duplicate=False))
-
-
-# -- Trial of an update in parts -------------------------------------------------------------------------------------
 
 
 def _try_parts(optimizer: StageOptimizer, parts: Sequence[Collection[torch.Tensor]]) -> None:
@@ -322,9 +315,6 @@ def _step_copies(
                 step_without_hooks(trial)
                 result.update({(step, key): p.detach().clone() for key, p in small.items()})
     return result
-
-
-# -- Arguments -------------------------------------------------------------------------------------------------------
 
 
 def _checked_class(optimizer_class: Any) -> type[torch.optim.Optimizer]:

@@ -1918,7 +1918,7 @@ DISTRIBUTED = (
         for file, text, other, test in [
             (
                 "distributed/rank_engine.py",
-                "losses.portion, losses.unit = part.portion,",
+                "losses.portion, losses.unit = part.portions[part.replica],",
                 "losses.unit =",
                 "test_a_stream_of_replicas_is_that_of_their_mini_batches_together",
             ),
@@ -2033,13 +2033,13 @@ DISTRIBUTED = (
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(
-        "distributed/rank_gradients.py",
+        "distributed/rank_engine.py",
         "earlier = {key: leaf.grad / replicas.count for",
         "earlier = {key: leaf.grad for",
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(
-        "distributed/rank_gradients.py",
+        "distributed/rank_engine.py",
         "            _write_gradients(self._earlier)\n",
         "",
         "behaviour/test_over_ranks_data_parallel.py",
@@ -2051,7 +2051,7 @@ DISTRIBUTED = (
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(
-        "distributed/rank_gradients.py",
+        "distributed/rank_engine.py",
         'if all(self._group.connection.all_gather(is_finite, "the gradients of the other ranks to be finite")):',
         "if is_finite:",
         "behaviour/test_over_ranks_grad_scaler.py",
@@ -2186,13 +2186,13 @@ DISTRIBUTED = (
                 "_grad_scaler.py",
             ),
             (
-                "rank_gradients",
+                "rank_engine",
                 "sums[k] = gradient * scale if scale != 1 and id(leaf) in shared else gradient",
                 "sums[k] = gradient",
                 "_data_parallel.py",
             ),
             (
-                "rank_gradients",
+                "rank_engine",
                 "gradient_rollback(leaves_below(root), is_certain=any_hooks)",
                 "gradient_rollback(leaves_below(root))",
                 "_failures.py",

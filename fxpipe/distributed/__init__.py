@@ -13,7 +13,7 @@ gives them the previous processes' store, and gloo may connect to outdated addre
 
 From the bottom: `connection`, `failures`, `rank_group` (a block that succeeds on all ranks or on none); `packets`,
 `rank_step` (a step with this rank's stages); `held_tensors` (which rank has which parameter), `replicas`,
- `rank_gradients` (from sums of stages to `.grad`); `agreement`, `rank_engine`, `rank_state`, `rank_stream`,
+ `rank_engine` (from sums of stages to `.grad`), `rank_state`, `rank_stream`,
 `pipeline`; `initialization` (the first values).
 """
 

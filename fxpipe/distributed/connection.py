@@ -8,10 +8,11 @@ its group alive, so only the tables of the connection hold it: the traceback of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import pickle
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -42,14 +43,10 @@ class Connection:
         self._receives.clear()
         self._group = None
 
-    # -- from one rank to another ------------------------------------------------------------------------------------
-
     def send(self, key: Hashable, peer: int, tag: int, memory: torch.Tensor) -> None:
         """Begins to send bytes; `finish_sends(key)` waits until they are sent, and `memory` stays alive until then."""
-        try:
+        with losing(f"rank {peer} to take a message"):
             self._sends.setdefault(key, []).append((self._group.send([memory], peer, tag), memory))
-        except RuntimeError as error:
-            raise lost_connection(f"rank {peer} to take a message", error) from None
 
     def finish_sends(self, key: Hashable, what: str) -> None:
         while self._sends.get(key):
@@ -64,10 +61,8 @@ class Connection:
     def expect(self, peer: int, tag: int, size: int) -> None:
         """Begins to receive `size` bytes; `receive` waits for them."""
         memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-        try:
+        with losing(f"a message of rank {peer}"):
             self._receives[tag] = (self._group.recv([memory], peer, tag), memory)
-        except RuntimeError as error:
-            raise lost_connection(f"a message of rank {peer}", error) from None
 
     def receive(self, peer: int, tag: int, what: str) -> torch.Tensor:
         """Returns the expected bytes. `what`: the message, as text for errors."""
@@ -77,20 +72,15 @@ class Connection:
 
     def _wait(self, work: Any, what: str) -> None:
         try:
-            work.wait(self._timeout)
-        except RuntimeError as error:
-            raise lost_connection(what, error) from None
+            with losing(what):
+                work.wait(self._timeout)
         finally:
             del work
 
-    # -- all together ------------------------------------------------------------------------------------------------
-
     def _collective(self, begin: Callable[[Any, timedelta], Any], what: str, is_long: bool) -> None:
         timeout = timedelta(seconds=LONG_SECONDS) if is_long else self._timeout
-        try:
+        with losing(what):
             begin(self._group, timeout).wait(timeout)
-        except RuntimeError as error:
-            raise lost_connection(what, error) from None
 
     def broadcast(self, value: Any, source: int, what: str, *, is_long: bool = False) -> Any:
         """Returns the object of `source` on all ranks. `is_long`: `source` may be planning meanwhile."""
@@ -170,3 +160,12 @@ def lost_connection(what: str, error: RuntimeError) -> ConnectionLost:
     lower = text.lower()
     is_timeout = "timed out" in lower or "timeout" in lower
     return ConnectionLost(f"{what} (timed out)" if is_timeout else what, text, is_timeout)
+
+
+@contextlib.contextmanager
+def losing(what: str) -> Iterator[None]:
+    """A block whose errors of torch are a lost connection. `what`: the awaited message, as text for errors."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost_connection(what, error) from None

@@ -32,7 +32,7 @@ from fxpipe._torch.process_groups import (
     communicator,
     has_communicators,
 )
-from fxpipe.distributed.connection import LONG_SECONDS, lost_connection
+from fxpipe.distributed.connection import LONG_SECONDS, losing
 from fxpipe.distributed.failures import ConnectionLost
 from fxpipe.utils import accelerator
 
@@ -64,11 +64,9 @@ class DeviceCommunicators:
         self, what: str, store: Store, rank: int, ranks: tuple[int, ...], operation: str, *arguments: Any
     ) -> Any:
         """Returns a communicator of these ranks, after its first operation."""
-        try:
+        with losing(f"a {self.backend} communicator {what}"):
             channel = communicator(self.backend, store, rank, ranks, max(self._timeout, LONG_SECONDS))
             getattr(channel, operation)(*arguments).wait()
-        except RuntimeError as error:
-            raise lost_connection(f"a {self.backend} communicator {what}", error) from None
         return channel
 
     def _wait_on_host(self, event: torch.Event, what: str, operation: str) -> None:
@@ -111,15 +109,11 @@ class DeviceTransfers(DeviceCommunicators):
             channel = self._connected(what, store, place, (source, target), *operation)
             self._communicators[source, target] = channel
 
-    # -- from one rank to another ------------------------------------------------------------------------------------
-
     def send(self, key: Hashable, peer: int, memory: torch.Tensor) -> None:
         """Begins to send bytes; `finish_sends(key)` frees them."""
         channel = self._communicators[self._rank, peer]
-        try:
+        with losing(f"rank {peer} to take a message"):
             self._sends.setdefault(key, []).append((channel.send([memory], 1, 0), memory))
-        except RuntimeError as error:
-            raise lost_connection(f"rank {peer} to take a message", error) from None
 
     def finish_sends(self, key: Hashable, what: str) -> None:
         """Makes the current stream wait for the sends under this key, and frees their memory."""
@@ -130,12 +124,9 @@ class DeviceTransfers(DeviceCommunicators):
     def expect(self, key: Hashable, peer: int, size: int) -> None:
         """Begins to receive `size` bytes."""
         channel = self._communicators[peer, self._rank]
-        try:
-            with accelerator.current_streams(self._stream):
-                memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-                self._receives[key] = channel.recv([memory], 0, 0), memory
-        except RuntimeError as error:
-            raise lost_connection(f"a message of rank {peer}", error) from None
+        with losing(f"a message of rank {peer}"), accelerator.current_streams(self._stream):
+            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._receives[key] = channel.recv([memory], 0, 0), memory
 
     def receive(self, key: Hashable, what: str) -> torch.Tensor:
         """Returns the expected bytes, for use on the current stream."""
@@ -145,8 +136,6 @@ class DeviceTransfers(DeviceCommunicators):
         accelerator.keep_for_stream(memory, stream)
         self._last_arrival = accelerator.record_event(stream)
         return memory
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Finishes all sends, and blocks the host until received messages are complete."""
@@ -167,10 +156,8 @@ class DeviceTransfers(DeviceCommunicators):
 
 
 def _wait(work: Any, what: str) -> None:
-    try:
+    with losing(what):
         work.wait()
-    except RuntimeError as error:
-        raise lost_connection(what, error) from None
 
 
 class DeviceSums(DeviceCommunicators):

@@ -15,7 +15,7 @@ import os
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,12 @@ class Checkpoint:
 
     def __init__(self, reader: FileSystemReader):
         self._reader, self._items = reader, reader.read_metadata().state_dict_metadata
+        self.keys = self._items.keys()
 
-    @property
-    def keys(self) -> Set[str]:
-        """The keys of all entries."""
-        return self._items.keys()
-
-    def shape_of(self, key: str) -> tuple[int, ...] | None:
-        """Returns the shape of a tensor; None if the entry is not a tensor."""
+    def shape_of(self, key: str) -> str:
+        """Returns the shape of a tensor as text, or "no tensor"."""
         item = self._items[key]
-        return tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
+        return str(tuple(item.size)) if isinstance(item, TensorStorageMetadata) else "no tensor"
 
     def read(self, values: dict[str, Any]) -> None:
         """Fills tensors in place, and replaces other values, by key; reads no other entries."""
@@ -181,10 +177,10 @@ def _check_fit(
     present = {id(entries[name]) for name in entries.keys() & keys}  # a tied weight may be stored under one name
     shapes = []
     for name in entries.keys() & keys:
-        value, shape = entries[name], reader.shape_of(prefix + name)
-        own = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        if shape != own:
-            shapes.append(f"{name!r} ({_shape_text(shape)}, in the model {_shape_text(own)})")
+        value = entries[name]
+        own = str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "no tensor"
+        if (shape := reader.shape_of(prefix + name)) != own:
+            shapes.append(f"{name!r} ({shape}, in the model {own})")
     missing = [name for name, value in entries.items() if name not in keys and id(value) not in present]
     everybody = state.group.gather((missing, sorted(shapes)), "its part of the checkpoint")
     unexpected = sorted(keys - {*all_keys})
@@ -205,10 +201,6 @@ def _check_fit(
         elif "model" in heads:
             hint = ". It has keys below 'model': if that is the model's state, give key='model'"
         raise ArgumentError(f"the checkpoint {os.fspath(path)!r} does not fit the model: {'; '.join(problems)}{hint}")
-
-
-def _shape_text(shape: tuple[int, ...] | None) -> str:
-    return "no tensor" if shape is None else str(shape)
 
 
 def _read(state: PipelineState, reader: Checkpoint, entries: dict[str, Any], prefix: str) -> None:
@@ -384,21 +376,16 @@ class _Initialization(TorchDispatchMode):
     @contextlib.contextmanager
     def _scratch_memory(self, module: nn.Module) -> Iterator[None]:
         """Runs a block in which tensors of a module and its children have memory; restores the objects afterwards."""
-        places = [
-            (store, key, tensor)
-            for below in module.modules()
-            for store in tensor_stores(below)
-            for key, tensor in store.items()
-            if isinstance(tensor, torch.Tensor)
-        ]
+        stores = [store for below in module.modules() for store in tensor_stores(below)]
+        items = ((store, key, value) for store in stores for key, value in store.items())
+        places = [place for place in items if isinstance(place[2], torch.Tensor)]
         scratch: dict[int, torch.Tensor] = {}  # takes no physical memory until it is written to
         for store, key, tensor in places:
-            if id(tensor) not in self._targets:
-                if id(tensor) not in scratch:
-                    memory = torch.empty_like(tensor.detach(), device=CPU)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    scratch[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_parameter else memory
-                store[key] = scratch[id(tensor)]
+            if id(tensor) not in self._targets and id(tensor) not in scratch:
+                memory = torch.empty_like(tensor.detach(), device=CPU)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                scratch[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_parameter else memory
+            store[key] = scratch.get(id(tensor), tensor)
         values = {}
         try:
             yield

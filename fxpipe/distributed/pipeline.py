@@ -15,16 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fxpipe._torch.module_internals import with_metadata
-from fxpipe.distributed.agreement import check_agreement, model_fields
 from fxpipe.distributed.held_tensors import GivenMemory
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.distributed.rank_state import EVALUATION, RankState
+from fxpipe.distributed.rank_state import EVALUATION, RankState, check_agreement, model_fields
 from fxpipe.distributed.rank_stream import RankStreamLoop, RankTrainStream
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.pipe.train_stream import TrainStream
-from fxpipe.planning.options.pipeline_options import Settings, check_replicas, make_settings
+from fxpipe.planning.options.pipeline_options import check_replicas, make_settings
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.candidate_search import with_best_schedule
 from fxpipe.runtime import StepRecord
@@ -87,10 +86,6 @@ class DistributedPipeline(Pipeline):
 
     __slots__ = ()
     _fxpipe: RankState
-
-    def __init__(self, model: nn.Module, settings: Settings, state: RankState, outputs: str):
-        state.outputs = outputs
-        super().__init__(model, settings, state=state)
 
     # -- Running -----------------------------------------------------------------------------------------------------
 
@@ -308,7 +303,8 @@ def pipeline_over_ranks(
             settings = with_best_schedule(plan, settings) if settings.left else settings
         check_agreement(group, model_fields(model, settings))
         state = RankState(model, settings, plan, group)
-        pipe = DistributedPipeline(model, settings, state, outputs)
+        state.outputs = outputs
+        pipe = DistributedPipeline(model, settings, state=state)
         state.record_first(args, kwargs)
     return pipe
 

@@ -2,11 +2,17 @@
 
 A step runs as in one process (`runtime.engine`) up to its end. Before anything is committed, all ranks gather the loss,
 which the rank of the last stage has, and whether the step succeeded. So it is committed on all ranks or on none.
+
+    sums of stages ──▶ sums over replicas ──▶ sums over the stages of all ranks (tied weights) ──▶ divided ──▶ `.grad`
+
+The second step is omitted with one replica, and within `no_sync()`; the next call that sums over replicas then first
+sums the gradients in `.grad`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe._torch.autograd import has_gradient_hooks
+from fxpipe._torch.autograd import has_gradient_hooks, leaves_below
+from fxpipe.distributed.device_transfers import WAITED_FOR
 from fxpipe.distributed.held_tensors import RankProgram, TensorExchange, TensorTransfers, share_buffers
 from fxpipe.distributed.packets import Layout, Mailbox, PacketLink, order_of_step
-from fxpipe.distributed.rank_gradients import RankGradients
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankExchange, RankStep
 from fxpipe.distributed.replicas import (
@@ -26,6 +32,7 @@ from fxpipe.distributed.replicas import (
     ReplicaPart,
     Replicas,
     ReplicaStart,
+    StageParameter,
     StepReport,
     check_scales,
     digest,
@@ -36,11 +43,13 @@ from fxpipe.errors import LossError
 from fxpipe.rewriting.program import Program
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors, different_programs
-from fxpipe.runtime.engine import Engine, gathered_results
+from fxpipe.runtime.commit import GradientList, gradient_rollback
+from fxpipe.runtime.engine import Engine, divided, gathered_results
 from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_checks import LossVerdict
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import LossCall, MicroBatchLosses
+from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
@@ -98,15 +107,11 @@ class RankEngine(Engine):
 
     @property
     def last_step(self) -> StepRecord | None:
-        record = super().last_step
-        return (
-            None if record is None else replace(record, transport=self.group.transport, reduction=self.group.reduction)
-        )
+        record, group = super().last_step, self.group
+        return None if record is None else replace(record, transport=group.transport, reduction=group.reduction)
 
     def _device_of_row(self, row: int) -> torch.device | None:
         return self.group.device if row == self.group.rank else None
-
-    # -- rows --------------------------------------------------------------------------------------------------------
 
     def _mailbox(self, program: RankProgram) -> Mailbox:
         """Creates the mailbox of a step. All ranks call it together."""
@@ -165,8 +170,6 @@ class RankEngine(Engine):
         parts = tuple((None,) * len(bound.program.inputs) for bound in inputs.bounds)
         return StepInputs(inputs.bounds, parts, tuple(inputs.shares), (), ())
 
-    # -- evaluation --------------------------------------------------------------------------------------------------
-
     def call_ranks(self, inputs: RankInputs, schedule: Schedule, *, to_all: bool) -> Any:
         """Runs all forwards; returns the output on the rank of the last stage or on all ranks, else None."""
         program, connection = inputs.union, self.group.connection
@@ -189,8 +192,6 @@ class RankEngine(Engine):
         mailbox.settle()
         return output
 
-    # -- training ----------------------------------------------------------------------------------------------------
-
     def train_ranks(
         self, inputs: RankInputs, schedule: Schedule, call: LossCall, to_all: bool
     ) -> tuple[torch.Tensor, Any]:
@@ -207,7 +208,7 @@ class RankEngine(Engine):
         mailbox = self._mailbox(program)
         exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
         exchange.borrow()
-        gradients = RankGradients(program, tensors, inputs.programs, self.replicas)
+        gradients = RankGradients(self, inputs)
         part = self.begin(inputs, gradients, call.reduction, is_last)
         looks_at_elements = not inputs.is_handed_over and not is_whole and part.micro_batches > 1
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
@@ -215,7 +216,7 @@ class RankEngine(Engine):
         while True:
             losses = self.losses_of_part(inputs, part, call, is_verified) if is_last else None
             step = self._run_row(
-                inputs, schedule, mailbox, part.seed, gradients.open_sum(),
+                inputs, schedule, mailbox, part.seed, self.replicas.open_sum(),
                 losses=losses,
                 keep_outputs=is_last and (is_verified or call.return_outputs),
                 look_at_elements=(kind is None or kind.look_at_elements) and looks_at_elements,
@@ -259,7 +260,7 @@ class RankEngine(Engine):
         if call.return_outputs and to_all:
             output = self._on_all(output, last)
         mailbox.settle()
-        gradients.commit(self, step, reports, divisor)
+        gradients.commit(step, reports, divisor)
         self._commit_buffers(inputs, step, exchange, tensors, part)
         with torch.no_grad():
             self.write_back(inputs, more)
@@ -270,8 +271,9 @@ class RankEngine(Engine):
     ) -> ReplicaPart:
         """Exchanges messages with the other replicas about a step, or the first mini-batch of a graph in a stream."""
         replicas = self.replicas
-        start = self.start_of(inputs, reduction, digest(gradients.parameters), bool(self.changed_here(inputs)))
-        start = replace(start, is_synced=start.is_synced or in_stream, known=start.known if is_last else None)
+        own = digest(gradients.parameters), bool(self.changed_here(inputs)), in_stream
+        start = self.start_of(inputs, reduction, *own)
+        start = start if is_last else replace(start, known=None)
         part = replicas.begin(start, () if inputs.is_handed_over else inputs.bound.combinations, in_stream)
         assert part is not None
         if replicas.count > 1 and start.is_synced:
@@ -280,12 +282,14 @@ class RankEngine(Engine):
             replicas.check_weights(gradients.trained)
         return part
 
-    def start_of(self, inputs: RankInputs, reduction: str, parameters: str, changes_buffers: bool) -> ReplicaStart:
+    def start_of(
+        self, inputs: RankInputs, reduction: str, parameters: str, changes_buffers: bool, in_stream: bool
+    ) -> ReplicaStart:
         """Returns this rank's message to the other replicas about a mini-batch. `parameters`: their digest."""
         seed = inputs.seed if any(program.is_random for program in inputs.programs) else None
-        replicas, count = self.replicas, len(inputs.samples)
-        own = parameters, changes_buffers, inputs.known, replicas.may_differ
-        return ReplicaStart(inputs.batch, count, seed, replicas.is_synced, reduction, *own)
+        is_synced = self.replicas.is_synced or in_stream
+        own = parameters, changes_buffers, inputs.known, self.replicas.may_differ
+        return ReplicaStart(inputs.batch, len(inputs.samples), seed, is_synced, reduction, *own)
 
     def refuse_sharing(self, program: RankProgram, is_whole: bool = False) -> None:
         """Raises `LossError` if replicas of the pipe would have to gather samples."""
@@ -319,7 +323,7 @@ class RankEngine(Engine):
         """Returns the losses of this replica's micro-batches."""
         known = map_tensor_leaves(lambda t: t.to(self.group.device), dict(part.known or {}))
         losses = self.losses_of(inputs, call, is_verified, known)
-        losses.portion, losses.unit = part.portion, self.replicas.unit(part)
+        losses.portion, losses.unit = part.portions[part.replica], self.replicas.unit(part)
         return losses
 
     def refuse_strange_leaves(self, stage: LossStage) -> None:
@@ -333,8 +337,6 @@ class RankEngine(Engine):
                 "what the loss needs of it, a penalty say"
             )
 
-    # -- exchange at the end of a step -------------------------------------------------------------------------------
-
     def _from_last(self, inputs: RankInputs, values: Sequence[Any]) -> Sequence[Any]:
         if not any(program.written_inputs or program.left for program in inputs.programs):
             return []
@@ -345,3 +347,145 @@ class RankEngine(Engine):
         at_home = map_tensor_leaves(lambda t: t.detach().cpu(), value)
         result = self.group.connection.broadcast(at_home, source, "the outputs")
         return value if self.group.rank == source else map_tensor_leaves(lambda t: t.to(self.group.device), result)
+
+
+# -- Gradients ---------------------------------------------------------------------------------------------------------
+
+Reports = Sequence[Sequence[StepReport]]  # by replica and rank
+
+
+class RankGradients:
+    """The gradients of one step on this rank."""
+
+    def __init__(self, engine: RankEngine, inputs: RankInputs):
+        self._engine, self._group, self._replicas = engine, engine.group, engine.replicas
+        held, rank, tensors = inputs.union.held, engine.group.rank, ModelTensors(engine.model, inputs.constants)
+        own = [(name, j) for j, at, names in reversed(held.stages) if at == rank for name in names]
+        changed = {name for program in inputs.programs for name in program.changes}
+        names = dict.fromkeys((*inputs.union.transfers.stages_of, *(name for name, _ in own)))
+        tensors_here = {name: tensors.get(name) for name in names if rank in held.holders(name) and name not in changed}
+        # By name, the tensors that this rank holds and trains.
+        self.trained = {name: tensor for name, tensor in tensors_here.items() if tensor.requires_grad}
+        # By stage, the parameters in the reduction: the same in each step, independent of its graph.
+        self.parameters = engine.replicas.reducible({(n, j): self.trained[n] for n, j in own if n in self.trained})
+        self._apart: dict[StageParameter, torch.Tensor] = {}  # sparse gradients of parameters in the reduction
+        self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and sums over replicas of `.grad`
+
+    def give_rest(self, step: RankStep, report: StepReport) -> None:
+        """Gives the reduction the remaining gradients of the row, and reports the gradients that it does not sum."""
+        if not self._replicas.sums_gradients:
+            return
+        rest = {(name, j): totals.sums.pop(name) for j, totals in enumerate(step.totals) for name in [*totals.sums]}
+        report.gradients = self._replicas.reduction.give_rest(rest)
+        report.loss_parameters = len(parameters_of_loss(step))
+        for name, j in report.gradients.late:
+            step.totals[j].sums[name] = rest.pop((name, j))
+        self._apart = rest
+
+    def finish_sum(self, step: RankStep, reports: Reports) -> None:
+        """Replaces the gradients of stages by their sums over replicas, except late ones."""
+        if not self._replicas.sums_gradients:
+            return
+        of_rank = [of_replica[self._group.rank].gradients for of_replica in reports]
+        for (name, j), total in self._replicas.finish_sum(self._apart, of_rank).items():
+            step.totals[j].sums[name] = total
+        self._wait_for_devices()
+
+    def _wait_for_devices(self) -> None:
+        if self._group.any_device_sums:  # if a device hangs for some ranks, none commits the step
+            self._group.everybody(None, WAITED_FOR)
+
+    def _sum_earlier(self, step: RankStep) -> None:
+        """Sums the gradients in `.grad`, of calls within `no_sync()`, over replicas."""
+        keys = {name: (name, j) for name, j in self.parameters}
+        leaves = {keys.get(name, (name, 0)): parameter for name, parameter in self.trained.items()}
+        leaves |= {("", k): leaf for k, (leaf, *_) in enumerate(parameters_of_loss(step))}
+        replicas = self._replicas
+        earlier = {key: leaf.grad / replicas.count for key, leaf in leaves.items() if leaf.grad is not None}
+        reports = self._group.replicas.all_gather(replicas.give_all(earlier), WAITED_FOR)
+        self._earlier = [(leaves[key], value) for key, value in replicas.finish_sum(earlier, reports).items()]
+        self._wait_for_devices()
+
+    def _sum_late(self, step: RankStep, reports: Reports) -> dict[str, torch.Tensor]:
+        """Returns, by name, sums over replicas of late gradients; also replaces gradients of loss_fn's parameters."""
+        everybody = [report for of_replica in reports for report in of_replica]
+        if not any(report.gradients.late or report.loss_parameters for report in everybody):
+            return {}
+        late = {key for report in reports[self._group.replica] for key in report.gradients.late}
+        sums: dict[Any, torch.Tensor] = {}
+        for name, j in sorted(late, key=lambda key: key[1]):
+            gradient = step.totals[j].sums.pop(name, None)
+            if gradient is not None and name in self.trained:
+                sums[name] = sums[name] + gradient if name in sums else gradient
+        own = parameters_of_loss(step)
+        sums = self._replicas.sum_apart(sums | {k: gradient for k, (_, gradient, _) in enumerate(own)})
+        for k, (leaf, _, count) in enumerate(own):
+            step.loss.own[id(leaf)] = (leaf, sums.pop(k), count)  # type: ignore[union-attr]
+        return sums
+
+    def commit(self, step: RankStep, reports: Reports, divisor: Any) -> None:
+        """Adds the gradients of the step to `.grad`. If gradients have hooks, which may fail, all ranks wait."""
+        replicas = self._replicas
+        if replicas.sums_gradients and replicas.has_unsynced:
+            self._sum_earlier(step)
+        any_hooks = any(report.has_hooks for of_replica in reports for report in of_replica)
+        late = self._sum_late(step, reports) if replicas.sums_gradients else {}
+        # The next sum over replicas divides `.grad` by their count.
+        scale = replicas.count if replicas.count > 1 and not replicas.is_synced else 1
+        is_scaled = reports[0][0].scale is not None  # by a gradient scaler; equal on all ranks (`check_scales`)
+        extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
+        leaves = [*self.trained.values(), *(one.tensor for one in step.trained), *extra]
+        names = {id(leaf): name for name, leaf in self.trained.items()}
+        shared = {*names, *(id(leaf) for leaf in extra if isinstance(leaf, nn.Parameter))}
+
+        def finish(sums: GradientList) -> GradientList:
+            for k, (leaf, gradient) in enumerate(zip(leaves, sums, strict=True)):
+                more = late.pop(names.get(id(leaf), ""), None)
+                gradient = more if gradient is None else gradient if more is None else gradient + more
+                if gradient is not None:
+                    gradient = divided(gradient, divisor)
+                    sums[k] = gradient * scale if scale != 1 and id(leaf) in shared else gradient
+            if is_scaled:
+                self._spread_infinity([gradient for gradient in sums if gradient is not None])
+            return sums
+
+        (root,) = self._engine.commit(
+            step, lambda _: None, [torch.zeros((), device="cpu")], extra, self.trained, finish
+        )
+        with gradient_rollback(leaves_below(root), is_certain=any_hooks):
+            _write_gradients(self._earlier)
+            if leaves:
+                root.backward()
+            elif is_scaled:
+                self._spread_infinity([])
+            if any_hooks:
+                self._group.everybody(None, "the hooks on gradients")
+        replicas.has_unsynced = replicas.count > 1 and not replicas.is_synced
+
+    def _spread_infinity(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Makes gradients on all ranks infinite if any rank has infinite ones, so that all scalers skip the update."""
+        values = (one.coalesce().values() if one.is_sparse else one for one in gradients)
+        finite = [torch.isfinite(one).all() for one in values]
+        is_finite = bool(torch.stack([flag.cpu() for flag in finite]).all()) if finite else True
+        if all(self._group.connection.all_gather(is_finite, "the gradients of the other ranks to be finite")):
+            return
+        for gradient in gradients:
+            if gradient.is_sparse:
+                gradient.mul_(math.inf)
+            elif gradient.numel():
+                gradient[(0,) * gradient.dim()] = math.inf
+
+
+def parameters_of_loss(step: Step) -> list[tuple[nn.Parameter, torch.Tensor, int]]:
+    """Returns the parameters that loss_fn uses, with the sums and counts of their gradients."""
+    own = [] if step.loss is None else step.loss.own.values()
+    return [(leaf, gradient, count) for leaf, gradient, count in own if isinstance(leaf, nn.Parameter)]
+
+
+@torch.no_grad()
+def _write_gradients(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for parameter, gradient in pairs:
+        if parameter.grad is None or parameter.grad.is_sparse or gradient.is_sparse:
+            parameter.grad = gradient
+        else:
+            parameter.grad.copy_(gradient)

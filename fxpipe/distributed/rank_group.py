@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe._torch.process_groups import PrefixStore, ProcessGroupGloo, Store
-from fxpipe.distributed.connection import Connection
+from fxpipe.distributed.connection import Connection, losing
 from fxpipe.distributed.device_transfers import DeviceSums, DeviceTransfers, device_backend
 from fxpipe.distributed.failures import ConnectionLost, FailureBoard, FailureReport, error_text, meet_ranks
 from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError
@@ -86,10 +86,9 @@ def common_transport(devices: Sequence[RankDevice], kind: str = "rank") -> str:
     if len(devices) == 1 or all(one.type == "cpu" for one in devices):
         return through_cpu
     other = next((rank for rank, one in enumerate(devices) if one.backend is None or one.backend != first), None)
-    if first is None or other is not None:
-        rank = 0 if first is None else other
-        type_ = devices[rank or 0].type
-        return f"{through_cpu}: the process group of {kind} {rank} has no backend for {type_} that all {kind}s have"
+    if first is None or other is not None:  # if there is no first, it is the other
+        type_ = devices[other or 0].type
+        return f"{through_cpu}: the process group of {kind} {other} has no backend for {type_} that all {kind}s have"
     ranks: dict[str, int] = {}
     for rank, one in enumerate(devices):
         if one.uuid is not None and ranks.setdefault(one.uuid, rank) != rank:
@@ -172,12 +171,10 @@ class RankGroup:
     def data_parallel_group(self) -> ProcessGroupGloo:
         """Creates a group of the ranks that have the same stages in all replicas, for this generation."""
         assert self._data_store is not None
-        try:
+        with losing("the other replicas"):
             store = PrefixStore(f"gradients/{self._data_groups}", self._data_store)
             self._data_groups += 1
             return ProcessGroupGloo(store, self.replica, self.replica_count, timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            raise ConnectionLost("the other replicas", str(error), False) from None
 
     @contextlib.contextmanager
     def together(self) -> Iterator[Connection]:

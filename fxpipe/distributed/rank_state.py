@@ -2,14 +2,17 @@
 
 The rank of the first stage, the *leader*, reads the inputs of a step and sends the others a job: which graphs run, and
 the number of samples; or, if a graph is missing, the inputs to record it with. Then it looks up again. Rank 0 alone
-makes the first plan, since measured times differ between ranks; the others use the plan of rank 0.
+makes the first plan, since measured times differ between ranks; the others use the plan of rank 0. Model, settings,
+versions, graph and plan are compared between ranks; values are not, since only the ranks that hold a parameter use it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from typing import Any
@@ -19,7 +22,7 @@ from torch import nn
 
 from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.distributed.agreement import check_agreement, graph_fields
+from fxpipe.distributed.failures import rank_names
 from fxpipe.distributed.held_tensors import HeldTensors, RankProgram
 from fxpipe.distributed.rank_engine import RankEngine, RankInputs
 from fxpipe.distributed.rank_group import RankGroup
@@ -30,12 +33,14 @@ from fxpipe.pipe.programs import MAX_GRAPHS, CachedGraph, MissingGraph
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan
+from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.relay_routes import relay_routes
 from fxpipe.runtime import BoundProgram, InlineExecutor
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_inputs import GivenInputs
+from fxpipe.scheduling import Schedule
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.tensors import has_values
@@ -48,6 +53,13 @@ from fxpipe.utils.units import names_text
 EVALUATION, TRAINING, STREAM = "the pipe", "forward_backward", "train_stream"
 BATCH_TRAINING = "forward_backward with reduction='batch'"
 DECIDED = ("placement", "chunks", "checkpoint", "schedule")  # settings of rank 0 that all ranks use
+
+Fields = Mapping[str, str]
+LONGEST_SHOWN = 120
+COMPARED_SETTINGS = (
+    *("placement", "chunks", "schedule", "checkpoint", "balance", "pins", "tracer", "check", "in_dims", "out_dims"),
+    *("dynamic_shapes", "leaf_modules", "deferred_batch_norm", "compile"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +93,6 @@ class RankState(PipelineState):
         self.checks_evaluation &= group.is_first and not self._awaits_values  # one rank warns
         self._numbered: dict[int, tuple[Traced, RankProgram]] = {}  # the same on all ranks
         self._next_number = 0
-
-    # -- who has what ------------------------------------------------------------------------------------------------
 
     @property
     def leader(self) -> int:
@@ -132,8 +142,6 @@ class RankState(PipelineState):
                 self.parameters_by_stage(optimizer)
             optimizer.step_parameters(optimizer.parameters())
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
         """Runs checks and the step on all ranks together: if one rank refuses a call, the others raise."""
@@ -178,9 +186,8 @@ class RankState(PipelineState):
     ) -> RankInputs:
         """Determines with all ranks what runs now. The leader looks up the graphs; all ranks record missing ones.
 
-        Args:
-            calls: a mini-batch, or the micro-batches passed by the caller; None if this rank does not need them.
-            seed: the seed of the step on the leader, any number elsewhere; None to draw one.
+        `calls`: a mini-batch, or the micro-batches passed by the caller; None if this rank does not need them.
+        `seed`: of the step on the leader, any number elsewhere; None to draw one.
         """
         group, graphs, has_recorded = self.group, list[CachedGraph](), False
         while True:
@@ -289,8 +296,6 @@ class RankState(PipelineState):
                 "grad mode and autocast must be the same on all ranks"
             )
 
-    # -- streams -----------------------------------------------------------------------------------------------------
-
     def _may_choose_chunks(self, batch: int) -> bool:
         return False  # the plan has decided on all ranks
 
@@ -314,8 +319,6 @@ class RankState(PipelineState):
                 "step, and a stream has none: let one stage have all of it (balance=), untie it, freeze it, or train "
                 "with forward_backward"
             )
-
-    # -- graphs ------------------------------------------------------------------------------------------------------
 
     def record_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans with the example inputs of rank 0, if it has any, and records their graph on all ranks."""
@@ -403,3 +406,83 @@ def _moved(call: ModelCall, move: Callable[[torch.Tensor], torch.Tensor]) -> Mod
 
 def _on_cpu(call: ModelCall) -> ModelCall:
     return _moved(call, lambda t: t.detach().cpu().requires_grad_(t.requires_grad))
+
+
+# -- Comparison of ranks -----------------------------------------------------------------------------------------------
+
+
+def check_agreement(group: RankGroup, own: Fields, *, between_replicas: bool = True, is_long: bool = True) -> None:
+    """Compares the fields of ranks in all replicas, or in this one. Raises `ArgumentError` on all ranks if they differ.
+
+    `is_long`: ranks may be planning or recording; if False, all must answer within the timeout.
+    """
+    what, replicas = "what the other ranks have", group.replica_count if between_replicas else 1
+    if between_replicas:
+        everybody = [fields for row in group.everybody(dict(own), what, is_long=is_long) for fields in row]
+    else:
+        everybody = group.connection.all_gather(dict(own), what, is_long=is_long)
+    problems = []
+    for name in own:
+        ranks: dict[str, list[int]] = {}
+        for rank, fields in enumerate(everybody):
+            ranks.setdefault(fields.get(name, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            values = "; ".join(
+                f"{rank_names(those, len(everybody) // replicas, replicas)}: {_around_difference(text, [*ranks])}"
+                for text, those in ranks.items()
+            )
+            problems.append(f"{name} ({values}): give all ranks the same")
+    if problems:
+        raise ArgumentError("ranks differ in " + "; and in ".join(problems))
+
+
+def _around_difference(text: str, texts: Sequence[str]) -> str:
+    """Returns the part of a text where it first differs from the others."""
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    columns = enumerate(zip(*texts, strict=False))
+    first = next((k for k, letters in columns if len({*letters}) > 1), min(map(len, texts)))
+    start = max(0, first - LONGEST_SHOWN // 4)
+    return f"... {text[start : start + LONGEST_SHOWN]} ..."
+
+
+def model_fields(model: nn.Module, settings: Settings) -> Fields:
+    """Returns the fields that must be equal before there is a plan."""
+    from fxpipe import __version__
+
+    tensors = [
+        f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        + ("" if tensor.requires_grad else " frozen")
+        + ("" if has_values(tensor) else " without values")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    return {
+        "versions": f"torch {torch.__version__}, fxpipe {__version__}, Python {sys.version.split()[0]}",
+        "model": f"{type(model).__qualname__}: {', '.join(tensors)}",
+        **{name: _value_text(getattr(settings, name)) for name in COMPARED_SETTINGS},
+    }
+
+
+def _value_text(value: Any) -> str:
+    """Returns a text without addresses, which is equal in other processes."""
+    if isinstance(value, Schedule):
+        value = str(value)
+    elif callable(value):
+        value = getattr(value, "__qualname__", type(value).__qualname__)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def graph_fields(fingerprint: str, bound: BoundProgram, placement: Sequence[int], settings: Settings) -> Fields:
+    """Returns the fields that must be equal for a recorded graph and its stages."""
+    return {
+        "graph": f"fingerprint {fingerprint}",
+        "plan": f"stages on ranks {tuple(placement)}, chunks {settings.chunks}, checkpoint {settings.checkpoint}, "
+        f"schedule {_value_text(settings.schedule)}",
+        **{f"stage {j}": _digest(stage) for j, stage in enumerate(bound.program.stages)},
+    }
+
+
+def _digest(stage: Stage) -> str:
+    code = re.sub(r" +#.*", "", stage.code)  # paths of source lines may differ between machines
+    text = repr((code, stage.attributes, stage.receives, stage.sends, stage.assigns))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

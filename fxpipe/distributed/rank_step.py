@@ -31,10 +31,7 @@ class RankExchange(Exchange):
     def __init__(self, *arguments: Any, routes: Sequence[RelayRoutes], rank: int):
         """`routes`: by micro-batch."""
         self._routes, self._rank = routes, rank
-        # By micro-batch and value, the cuts that it crosses from this rank on; by cut, the values to send.
-        cuts_of = {id(one): _cuts_of(one, rank) for one in routes}
-        self._cuts_of = [cuts_of[id(one)] for one in routes]
-        self._leaving: dict[tuple[int, int], dict[ValueKey, PacketValue]] = {}
+        self._leaving: dict[tuple[int, int], dict[ValueKey, PacketValue]] = {}  # by cut and micro-batch
         self._returning: dict[tuple[GradientKey, int], torch.Tensor] = {}
         super().__init__(*arguments)
 
@@ -55,8 +52,10 @@ class RankExchange(Exchange):
                 target = self._devices[i][user]
                 own = self.transport.start_copy(value, target) if self._may_move else value
                 self._values[user, *key, i] = BoundaryValue(own, requires_grad)
-        for cut in self._cuts_of[i].get(key, ()):
-            self._leaving.setdefault((cut, i), {})[key] = PacketValue(value, requires_grad)
+        routes = self._routes[i]
+        for cut, at in enumerate(routes.placement[:-1]):
+            if at == self._rank and routes.crosses(cut) and key in routes.down[cut]:
+                self._leaving.setdefault((cut, i), {})[key] = PacketValue(value, requires_grad)
 
     def send(self, maker: int, name: str, i: int, value: Any) -> None:
         wants = False
@@ -99,15 +98,6 @@ class RankExchange(Exchange):
         """Raises `InternalError` if values or gradients are left that no packet has taken."""
         if left := [*self._leaving, *self._returning]:
             raise InternalError(f"left behind at the end of a step: {left[:4]}")
-
-
-def _cuts_of(routes: RelayRoutes, rank: int) -> dict[ValueKey, list[int]]:
-    cuts_of: dict[ValueKey, list[int]] = {}
-    for cut, at in enumerate(routes.placement[:-1]):
-        if at == rank and routes.crosses(cut):
-            for key in routes.down[cut]:
-                cuts_of.setdefault(key, []).append(cut)
-    return cuts_of
 
 
 class RankStep(Step):

@@ -26,8 +26,7 @@ import torch
 from fxpipe.distributed.device_transfers import WAITED_FOR
 from fxpipe.distributed.held_tensors import RankProgram, share_buffers
 from fxpipe.distributed.packets import JOB_TAG, Mailbox, PacketLink, PacketOrder, PacketValue, cut_of, tag_of
-from fxpipe.distributed.rank_engine import RankEngine, RankInputs, pairs_of_ranks
-from fxpipe.distributed.rank_gradients import RankGradients, parameters_of_loss
+from fxpipe.distributed.rank_engine import RankEngine, RankGradients, RankInputs, pairs_of_ranks, parameters_of_loss
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_state import STREAM, RankState
 from fxpipe.distributed.rank_step import RankExchange
@@ -43,7 +42,6 @@ from fxpipe.errors import ArgumentError, DistributedError, InternalError
 from fxpipe.pipe.model_calls import ModelCall, parse_call
 from fxpipe.pipe.train_stream import StreamLoop, TrainStream, check_can_stream_now
 from fxpipe.rewriting.relay_routes import RelayRoutes
-from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.loss_checks import LossEvidence, LossHistory, LossVerdict, wrong_loss
 from fxpipe.runtime.stage_updates import OverlappedUpdates
@@ -191,14 +189,11 @@ class RankStream(Stream):
         """Returns whether this is the last backward of a mini-batch in a stage."""
         return own.kind is ActionKind.BACKWARD and own.micro_batch == one.micro_batches - 1
 
-    # -- segments and mini-batches -------------------------------------------------------------------------------------
-
     def begin_segment(self, inputs: RankInputs) -> ReplicaPart:
         """Returns this replica's part in the first mini-batch of a graph. All ranks call it."""
-        engine, program = self.engine, inputs.union
-        engine.refuse_sharing(program)
-        tensors = ModelTensors(engine.model, inputs.constants)
-        gradients = RankGradients(program, tensors, inputs.programs, self._replicas)
+        engine = self.engine
+        engine.refuse_sharing(inputs.union)
+        gradients = RankGradients(engine, inputs)
         self._summed, self._digest = gradients.parameters, digest(gradients.parameters)
         self._changes_buffers = bool(engine.changed_here(inputs))
         part = engine.begin(inputs, gradients, self.loss.reduction, self.packets.is_last, in_stream=True)
@@ -209,9 +204,8 @@ class RankStream(Stream):
         """Returns this replica's part in a mini-batch of the segment; None if any replica has none. For leaders."""
         start = None
         if inputs is not None:
-            inputs = replace(inputs, bounds=(program,))
-            start = self.engine.start_of(inputs, self.loss.reduction, self._digest, self._changes_buffers)
-            start = replace(start, is_synced=True)
+            own = self.loss.reduction, self._digest, self._changes_buffers
+            start = self.engine.start_of(replace(inputs, bounds=(program,)), *own, in_stream=True)
         return self._replicas.begin(start, program.combinations, in_stream=True)
 
     def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
@@ -251,8 +245,6 @@ class RankStream(Stream):
         self._run_row(due)
         self.packets.mailbox.settle()
 
-    # -- the loss ------------------------------------------------------------------------------------------------------
-
     def _loss_report(self, one: StreamStep) -> LossReport:
         """Makes the report of a mini-batch. Raises `LossError` if its micro-batches do not add up to its loss."""
         stage = one.loss
@@ -278,8 +270,6 @@ class RankStream(Stream):
         shares = [float(losses.share(i) * losses.scale) for i in range(one.micro_batches)]
         return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), one.is_verified)
 
-    # -- updates -------------------------------------------------------------------------------------------------------
-
     def _update_stage(self, steps: Sequence[Step], j: int, updates: OverlappedUpdates) -> None:
         """Sums the gradients of a stage over replicas and updates its parameters."""
         for step in steps if self._replicas.count > 1 else ():
@@ -296,7 +286,7 @@ class RankStream(Stream):
         wrong, wrong_means = (check.difference(shares.__getitem__, means_only=only) for only in (False, True))
         is_verified = report.is_verified
         of_stage = LossEvidence(wrong, wrong_means, is_verified, is_verified, shares, dict(check.gradients))
-        reports = replicas.group.replicas.all_gather((of_stage, replicas.open_sum().give_rest(own)), WAITED_FOR)
+        reports = replicas.group.replicas.all_gather((of_stage, replicas.give_all(own)), WAITED_FOR)
         evidence, gradients = [[one] for one, _ in reports], [one for _, one in reports]
         LossVerdict(evidence, firsts=step.part.firsts).check(None, 0)
         total = replicas.finish_sum(own, gradients)
@@ -441,8 +431,6 @@ class RankStreamLoop(StreamLoop):
         self.stream.part = part
         self.stream.admit(replace(inputs, targets=target))
         self._read += 1
-
-    # -- mini-batches --------------------------------------------------------------------------------------------------
 
     def _seed_of_next(self) -> int:
         """Returns the seed of the next mini-batch; only the leader's seed is used."""

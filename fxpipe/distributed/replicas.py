@@ -77,10 +77,6 @@ class ReplicaPart:
     may_differ: bool = False
 
     @property
-    def portion(self) -> float:
-        return self.portions[self.replica]
-
-    @property
     def first(self) -> int:
         return self.firsts[self.replica]
 
@@ -126,14 +122,10 @@ def _known_of_union(
     hows = {place: how for one in combinations for place, how in zip(one.pieces, one.reductions, strict=True)}
     union: dict[int, Any] = {}
     for place in places[0]:
-        values = [start.known[place] for start in starts if start.known is not None]
-        if hows.get(place) == "sum":
-            union[place] = sum(values[1:], values[0])
-        elif hows.get(place) == "mean":
-            weighted = [value * (start.batch / batch) for value, start in zip(values, starts, strict=True)]
-            union[place] = sum(weighted[1:], weighted[0])
-        else:
-            union[place] = values[0]
+        values, how = [start.known[place] for start in starts if start.known is not None], hows.get(place)
+        if how == "mean":
+            values = [value * (start.batch / batch) for value, start in zip(values, starts, strict=True)]
+        union[place] = sum(values[1:], values[0]) if how in ("sum", "mean") else values[0]
     return union
 
 
@@ -338,8 +330,6 @@ class Replicas:
             self._reduction.close()
         self._reduction, self._reduced = None, ()
 
-    # -- before the rows ---------------------------------------------------------------------------------------------
-
     def reducible(self, parameters: Mapping[StageParameter, torch.Tensor]) -> dict[StageParameter, torch.Tensor]:
         """Returns the parameters whose gradients the reduction sums."""
         if self.count == 1:
@@ -402,12 +392,12 @@ class Replicas:
         assert self._reduction is not None
         return self._reduction
 
-    def open_sum(self) -> GradientReduction:
-        """Begins a sum of gradients over replicas."""
+    def open_sum(self) -> GradientReduction | None:
+        """Begins to sum gradients over replicas; returns None if they are not summed."""
+        if not self.sums_gradients:
+            return None
         self.reduction.begin()
         return self.reduction
-
-    # -- after the rows ----------------------------------------------------------------------------------------------
 
     def note_unit(self, losses: Sequence[ReplicaLoss]) -> None:
         """Sets the unit of the next step: a power of two near 1 / sum of all weights."""
@@ -415,14 +405,17 @@ class Replicas:
             weight = min(max(float(abs(weight_of_union(losses))), 1.0), LARGEST_UNIT)
             self._unit = 2.0 ** -math.ceil(math.log2(weight))
 
+    def give_all(self, gradients: dict[StageParameter, torch.Tensor]) -> GradientReport:
+        """Begins to sum these gradients over replicas."""
+        self.reduction.begin()
+        return self.reduction.give_rest(gradients)
+
     def finish_sum(
         self, gradients: Mapping[StageParameter, torch.Tensor], reports: Sequence[GradientReport]
     ) -> dict[StageParameter, torch.Tensor]:
-        """Returns the sums over replicas, after `GradientReduction.give_rest` of all of them.
+        """Returns the sums over replicas, after all have called `give_rest`, which returns their reports.
 
-        Args:
-            gradients: others to be summed now, sparse or late.
-            reports: of all replicas, from `give_rest`.
+        `gradients`: others to be summed now, sparse or late.
         """
         sums = {k: v for k, v in self.reduction.finish().items() if not all(k in one.missing for one in reports)}
         if any(one.sparse or one.late for one in reports):

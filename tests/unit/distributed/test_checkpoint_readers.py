@@ -17,7 +17,7 @@ def test_a_reader_fetches_what_is_asked_for(tmp_path):
     for path in (tmp_path, tmp_path / "one.safetensors", str(tmp_path)):
         reader = open_checkpoint(path)
         assert {*reader.keys} == {"a", "b"}
-        assert reader.shape_of("a") == (2, 3)
+        assert reader.shape_of("a") == "(2, 3)"
         values = {"a": torch.zeros(2, 3, dtype=torch.float64)}
         reader.read(values)
         assert torch.equal(values["a"], tensors["a"].double())
@@ -71,7 +71,7 @@ class Reader:
     keys = frozenset({"first.weight"})
 
     def shape_of(self, key):
-        return (2, 3)
+        return "(2, 3)"
 
 
 class State:
