@@ -1578,7 +1578,7 @@ TRACING = (
     ),
     Mutant(
         "rewriting/cut_points.py",
-        "            del source[node]",
+        "            del self.source[node]",
         "            pass",
         "behaviour/test_inplace.py::test_cut_anywhere_it_is_the_plain_model",
     ),

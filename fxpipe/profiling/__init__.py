@@ -36,7 +36,6 @@ from fxpipe.profiling.formulas import (
     size_point,
     size_polynomial,
     sizes_to_measure,
-    work_formulas,
 )
 from fxpipe.profiling.loss_cost import LOSS_NAME, ExampleLoss, parse_loss
 from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes
@@ -181,7 +180,9 @@ def profile(
     costs = []
     for node in traced.nodes:
         counted = counts.nodes[node]
-        work, backward_work = work_formulas(node, counted.flops, counted.backward_flops)
+        # The seconds grow with the FLOPs or, without any, with the bytes that the node reads and writes.
+        moved = bytes_of_values((*(n for n in node.all_input_nodes if n.op != "get_attr"), node))
+        work, backward_work = counted.flops or moved, counted.backward_flops or counted.flops or moved
         weight = seconds(lambda m: m.weight_seconds, node, backward_work)
         backward = seconds(lambda m: m.backward_seconds - m.weight_seconds, node, backward_work) + weight
         forward = seconds(lambda m: m.forward_seconds, node, work)

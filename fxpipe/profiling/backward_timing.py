@@ -97,9 +97,6 @@ class BackwardQueue:
         waiting.times.append(seconds)
 
 
-# -- Calls of nodes, prepared so that only the function runs while it is timed ---------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class NodeCall:
     """The function that a working node calls, and its arguments: nodes and constants."""

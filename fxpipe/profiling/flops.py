@@ -57,8 +57,6 @@ _PRODUCT_FLOPS = {
 }
 
 
-# -- Operations as they ran for some batch sizes, and as formulas for every one --------------------------------------
-
 OperationCounts = tuple[str, int, int]  # compute dtype, FLOPs, bytes moved
 
 

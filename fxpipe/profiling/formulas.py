@@ -125,17 +125,11 @@ def fit_seconds(by_size: Mapping[int, float], micro_batch: int, grows: bool = Tr
     return Seconds(max(0.0, here - slope * micro_batch), slope)
 
 
-# With other dynamic sizes seconds are a line over the work of a node, not over samples: its FLOPs or, if it has
-# none, the bytes that it reads and writes.
-
-
-def work_formulas(node: fx.Node, flops: sympy.Expr, backward_flops: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    moved = bytes_of_values((*(n for n in node.all_input_nodes if n.op != "get_attr"), node))
-    return flops or moved, backward_flops or flops or moved
-
-
 def fit_growth(by_point: Mapping[SizePoint, float], here: SizePoint, work: Polynomial) -> Polynomial:
-    """Returns the part of the seconds that grows with `work`, by a line over it as in `fit_seconds`."""
+    """Returns the part of the seconds that grows with `work`, by a line over it as in `fit_seconds`.
+
+    With other dynamic sizes seconds are a line over the work of a node, not over samples.
+    """
     now, once = by_point[here], float(work.value(here.values))
     if not (now and once > 0):
         return ZERO

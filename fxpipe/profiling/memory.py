@@ -81,9 +81,6 @@ def working_bytes_of(
     )
 
 
-# -- sums of formulas --------------------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=8192)
 def sum_formulas(formulas: tuple[sympy.Expr, ...]) -> sympy.Expr:
     """Sums formulas. Cached, since equal nodes have equal sums."""
@@ -186,8 +183,6 @@ def _storage_bytes(
     counted = tuple((size, number) for size, run in runs.items() if (number := run.bytes(label)) is not None)
     return fit_counts(counted, size_point(samples, lengths)).formula
 
-
-# -- runs ------------------------------------------------------------------------------------------------------------
 
 MAX_TRIED_SAMPLES = 13  # largest number of samples tried in other runs
 MAX_LENGTH_RUNS = 40  # limit of runs at other dynamic sizes; if more are needed, some terms are guessed

@@ -161,10 +161,6 @@ class TimingRounds:
         backward = samples.backward_seconds + self._sums_of[node]
         return NodeTiming(samples.forward_seconds, backward, samples.weight_seconds, self.bytes[node])
 
-    def _wants(self, node: fx.Node) -> bool:
-        is_over = bool(self.samples[self.kind[node]].forward) and time.perf_counter() >= self.deadline
-        return node in self._chosen and not is_over
-
     def _missing(self, kind: Hashable) -> int:
         """Returns the number of samples of a kind to take in the next round."""
         samples = self.samples[kind]
@@ -181,8 +177,6 @@ class TimingRounds:
         negligible = max(self._negligible / self._number[kind], UNIMPORTANT_SECONDS)
         return 0 if samples.are_precise(negligible) else self.repeats
 
-    # -- one round -----------------------------------------------------------------------------------------------------
-
     def _visit(self, node: fx.Node, place: int) -> None:
         """Computes the value of a node, and takes a sample if one is wanted."""
         for source in node.all_input_nodes:
@@ -192,9 +186,16 @@ class TimingRounds:
         if written and self._back:
             self._keep_waiting(written)
         if node not in self.kind:
-            self._meet(node, written)
+            call = self._calls[node]
+            kind = self.kind[node] = kind_of_node(self.traced, node, (call.args, call.kwargs), self.values, written)
+            self._number[kind] += 1
+            if kind not in self.samples:
+                # A user's hook may have visible side effects: it runs no more often than necessary.
+                is_seldom = info(node).is_hook
+                self.samples[kind] = TimingSamples(is_seldom, is_seldom)
+                self._chosen.add(node)
         samples, result = self.samples[self.kind[node]], None
-        if self._wants(node):
+        if node in self._chosen and not (samples.forward and time.perf_counter() >= self.deadline):
             self._taken[node] += 1
             result = self._sample(node, written, samples)
         if node not in self._sums_of:
@@ -228,16 +229,6 @@ class TimingRounds:
                 return
         self._back.go()
 
-    def _meet(self, node: fx.Node, written: Sequence[fx.Node]) -> None:
-        call = self._calls[node]
-        kind = self.kind[node] = kind_of_node(self.traced, node, (call.args, call.kwargs), self.values, written)
-        self._number[kind] += 1
-        if kind not in self.samples:
-            # A user's hook may have visible side effects: it runs no more often than necessary.
-            is_seldom = info(node).is_hook
-            self.samples[kind] = TimingSamples(is_seldom, is_seldom)
-            self._chosen.add(node)
-
     def _held(self, node: fx.Node) -> torch.Tensor:
         """Returns an input or a tensor of the model, on the device; a copy if a node will write to it."""
         is_input = node.op == "placeholder"
@@ -262,8 +253,6 @@ class TimingRounds:
         for tensor in tensors_in(list(self.values.values())):
             if storage_of(tensor) in storages and (tensor.is_floating_point() or tensor.is_complex()):
                 tensor.requires_grad_()
-
-    # -- one sample ----------------------------------------------------------------------------------------------------
 
     def _sample(self, node: fx.Node, written: Sequence[fx.Node], samples: TimingSamples) -> tuple[NodeValue]:
         """Times a node's forward and queues its backward. Returns its value in a tuple, since it may be None."""

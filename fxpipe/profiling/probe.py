@@ -92,8 +92,9 @@ def _probe_once(
     ends = distinct_tensors(t for t in tensors_in([value, changed]) if t.grad_fn is not None)
     reached = [own for n, own in inputs.items() if to is None or n in to]
     starts = distinct_tensors(t for t in tensors_in(reached) if t.requires_grad)
+    without_backward = Probe(flops, 0, size, 0, NodeOperations(forward))
     if not ends or not starts:
-        return Probe(flops, 0, size, 0, NodeOperations(forward))
+        return without_backward
     ones = [torch.ones_like(t) for t in ends]
     try:
         with counter, torch.autograd.set_multithreading_enabled(False):
@@ -104,7 +105,7 @@ def _probe_once(
     except RuntimeError as error:
         if not has_no_way_back(error):
             raise
-        return Probe(flops, 0, size, 0, NodeOperations(forward))
+        return without_backward
     return Probe(flops, backward_flops, size, backward_size, NodeOperations(forward, backward, backward))
 
 

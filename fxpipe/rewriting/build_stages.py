@@ -52,7 +52,7 @@ from fxpipe.tracing.graph_text import node_expression, short_source_line
 from fxpipe.tracing.node_arguments import container_of, set_node_device
 from fxpipe.tracing.node_info import WriteOrder, info, opaque_call_of, random_draws_of, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
-from fxpipe.tracing.verify.effects import Effects, running_statistics
+from fxpipe.tracing.verify.effects import running_statistics
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ def split_into_stages(
         deferred_batch_norm: stages return the statistics of batch norm (`fxpipe.rewriting.deferred_batch_norm`).
         compile_options: keywords of `torch.compile` for the stages; None: stages are not compiled.
     """
-    cut = _StageCut.of(traced, starts)
+    cut = _StageCut(traced, starts)
     drafts = [_draft_stage(cut, stage) for stage in range(cut.count)]
     written = cut.effects.written_inputs
     left = traced.left
@@ -207,29 +207,19 @@ class _StageDraft:
     assigns: dict[str, fx.Node]  # buffers that get a new value here
 
 
-@dataclass(frozen=True, slots=True)
 class _StageCut:
-    traced: Traced
-    effects: Effects
-    aliases: Aliases
-    starts: Sequence[int]
-    attributes: list[fx.Node]
-    states: set[int | None]  # alias classes of parameters and buffers
-    written_classes: list[set[int]]  # by stage: the alias classes that it changes
-
-    @classmethod
-    def of(cls, traced: Traced, starts: Sequence[int]) -> _StageCut:
+    def __init__(self, traced: Traced, starts: Sequence[int]):
         effects = traced.effects
         assert effects is not None
-        attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
+        self.traced, self.effects, self.starts, self.count = traced, effects, starts, len(starts)
+        self.aliases = Aliases(effects)
+        self.attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
+        self.states = {effects.alias[n] for n in self.attributes}  # alias classes of parameters and buffers
+        # By stage: the alias classes that it changes.
         ends = [*starts[1:], len(effects.nodes)]
-        writes = [set().union(*effects.written_classes[a:b]) for a, b in zip(starts, ends, strict=True)]
-        states = {effects.alias[n] for n in attributes}
-        return cls(traced, effects, Aliases.of(effects), starts, attributes, states, writes)
-
-    @property
-    def count(self) -> int:
-        return len(self.starts)
+        self.written_classes = [
+            set[int]().union(*effects.written_classes[a:b]) for a, b in zip(starts, ends, strict=True)
+        ]
 
     def _stage_at(self, place: int) -> int:
         """Returns the stage of a place; INPUT before the first node, `count` for the end of the graph."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import fx
@@ -32,7 +31,6 @@ VIEW_FUNCTIONS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Aliases:
     """Storage that a graph's placeholders and working nodes share, and how a stage recreates it from one of them.
 
@@ -47,28 +45,23 @@ class Aliases:
     no clone of `x` recreates it.
     """
 
-    members: dict[int, list[fx.Node]]  # alias class -> its nodes in order
-    source: dict[fx.Node, fx.Node]  # node -> the node that it is, or is a view of
-    place: dict[fx.Node, int]
-
-    @classmethod
-    def of(cls, effects: Effects) -> Aliases:
-        members: dict[int, list[fx.Node]] = defaultdict(list)
-        source = {}
+    def __init__(self, effects: Effects):
+        self.members: dict[int, list[fx.Node]] = defaultdict(list)  # alias class -> its nodes in order
+        self.source: dict[fx.Node, fx.Node] = {}  # node -> the node that it is, or is a view of
+        self.place = effects.place
         for node in effects.place:
             alias = effects.alias[node]
             if alias is not None:
-                members[alias].append(node)
+                self.members[alias].append(node)
                 name, base = opname(node.target), None  # the node that this one is, or is a view of, at any size
                 if node in effects.same:
                     base = effects.same[node] if name != "contiguous" else None
                 elif name in VIEW_FUNCTIONS:
                     base = next((n for n in node.all_input_nodes if effects.alias[n] == alias), None)
                 if base is not None:
-                    source[node] = base
-        for node in _detached_with_history(effects, source):
-            del source[node]
-        return cls(dict(members), source, effects.place)
+                    self.source[node] = base
+        for node in _detached_with_history(effects, self.source):
+            del self.source[node]
 
     def nearest_root(self, nodes: Collection[fx.Node]) -> tuple[fx.Node, list[fx.Node]] | None:
         """Returns the nearest node whose views give all of `nodes`, and the nodes to recreate, in order; or None."""
@@ -159,7 +152,7 @@ def _buffer_spans(traced: Traced, effects: Effects) -> Iterator[ForbiddenSpan]:
 
 
 def _shared_memory_spans(traced: Traced, effects: Effects) -> Iterator[ForbiddenSpan]:
-    aliases = Aliases.of(effects)
+    aliases = Aliases(effects)
     states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}  # handled by `_buffer_spans`
     for alias, last_write in _last_writes(effects).items():
         if alias is None or alias in states:

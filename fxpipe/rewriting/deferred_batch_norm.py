@@ -131,9 +131,6 @@ def _is_counter(attribute: fx.Node, tracking: set[str], whole: set[fx.Node], tra
     return path in tracking and bool(writers) and all(set(n.all_input_nodes) <= {attribute} for n in writers)
 
 
-# -- in a stage --------------------------------------------------------------------------------------------------------
-
-
 def values_per_channel(input: torch.Tensor) -> int:
     """Counts the values of each channel that batch norm normalises together."""
     return input.numel() // max(input.size(1), 1)

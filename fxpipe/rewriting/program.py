@@ -162,9 +162,6 @@ def sent_bytes(program: Program, sizes: Mapping[str, float]) -> float:
     return sum(sizes[value.name] for stage in program.stages for value in stage.receives if value.source != PIPE_INPUT)
 
 
-# -- The context in which a stage runs -------------------------------------------------------------------------------
-
-
 class StageContext(threading.local):
     """Settings of the stage that runs in this thread; set by the runtime, read by stage code."""
 
@@ -190,9 +187,6 @@ def is_recomputing() -> bool:
     the graph is recorded, when the answer is False. The result must not depend on the answer.
     """
     return stage_context.is_recomputing
-
-
-# -- Split backward: tasks that F leaves for W -----------------------------------------------------------------------
 
 
 class WeightGradientTask(NamedTuple):

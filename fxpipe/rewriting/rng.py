@@ -78,16 +78,13 @@ def seeded_function(
     def draw_given(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **{**kwargs, "generator": begun(args, kwargs)})
 
-    def draw_written_out(*args: Any, **kwargs: Any) -> Any:
+    def draw(*args: Any, **kwargs: Any) -> Any:
         generator = begun(args, kwargs)
-        if generator.device == _CPU or function in ANY_DEVICE_KERNELS:
+        if written_out is not None and (generator.device == _CPU or function in ANY_DEVICE_KERNELS):
             drawn = written_out(generator, *args, **kwargs)
             if drawn is not NotImplemented:
                 return drawn
         return _lend_generator(generator, functools.partial(call, *args, **kwargs))
-
-    def draw(*args: Any, **kwargs: Any) -> Any:
-        return _lend_generator(begun(args, kwargs), functools.partial(call, *args, **kwargs))
 
     def draw_alone(*args: Any, **kwargs: Any) -> Any:
         seed = mix_seed(stage_context.seed, ordinal)
@@ -105,9 +102,7 @@ def seeded_function(
     chosen: Callable[..., Any]
     if takes_generator(function):
         chosen = draw_given
-    elif written_out is not None:
-        chosen = draw_written_out
-    elif is_from_torch(function):
+    elif written_out is not None or is_from_torch(function):
         chosen = draw
     else:
         if not can_call_checkpoints_through():
@@ -124,9 +119,6 @@ def seeded_function(
     chosen.__module__ = __name__
     chosen.drawing = RandomCall(ordinal, function)  # type: ignore[attr-defined]
     return chosen
-
-
-# -- properties of functions -----------------------------------------------------------------------------------------
 
 
 def is_from_torch(function: Callable[..., Any] | str) -> bool:
@@ -163,9 +155,6 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.dev
             if isinstance(value, torch.Tensor):
                 return value.device
     return device or default
-
-
-# -- generators ------------------------------------------------------------------------------------------------------
 
 
 _thread = threading.local()
@@ -264,9 +253,6 @@ RNG_KERNELS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.dropout, torch.dropout, _aten.dropout.default), dropout),
     **ANY_DEVICE_KERNELS,
 }
-
-
-# -- Python that should draw nothing ---------------------------------------------------------------------------------
 
 
 class _NoRandomNumbers(TorchDispatchMode):

@@ -50,7 +50,7 @@ for _dims, _is_transposed in itertools.product((1, 2, 3), (False, True)):
     _name = f"conv_transpose{_dims}d" if _is_transposed else f"conv{_dims}d"
     _function, _packet = getattr(F, _name), getattr(_aten, _name)
     _overload = _packet.input if "input" in _packet.overloads() else _packet.default
-    _kind = convolution_kind(_function, _dims, _is_transposed)
+    _kind = convolution_kind(_function, _is_transposed)
     _CONVOLUTIONS |= dict.fromkeys((_function, _overload), (_kind, _dims, _is_transposed))
 _CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
@@ -114,9 +114,6 @@ def _with_splits(graph: fx.Graph, uses: dict[fx.Node, SplittableNode]) -> fx.Gra
     return new
 
 
-# -- the split of each kind of node ------------------------------------------------------------------------------------
-
-
 def _splittable_node(node: fx.Node, parameters: ParameterNames) -> SplittableNode | None:
     if node.op not in ("call_function", "call_method"):
         return None
@@ -172,10 +169,11 @@ def _split_convolution(
     node: fx.Node, parameters: ParameterNames, kind: OperatorKind, dims: int, transposed: bool
 ) -> SplittableNode | None:
     arguments = _bound_arguments(node, _TRANSPOSED_ARGUMENTS if transposed else _CONVOLUTION_ARGUMENTS)
-    if arguments is None or not isinstance(arguments["weight"], fx.Node):
+    if arguments is None or not all(isinstance(arguments[name], fx.Node) for name in ("input", "weight")):
         return None
-    if any(shape.dtype.is_complex for shape in info(arguments["weight"]).shapes):
-        return None  # complex convolutions consist of three real ones
+    shapes = [*info(arguments["input"]).shapes, *info(arguments["weight"]).shapes]
+    if len(shapes) != 2 or any(shape.dtype.is_complex or len(shape.shape) != dims + 2 for shape in shapes):
+        return None  # complex convolutions consist of three real ones; or the input is a single sample
     stride, dilation = _per_dimension(arguments["stride"], dims, 1), _per_dimension(arguments["dilation"], dims, 1)
     padding, output_padding = (_per_dimension(arguments.get(k), dims, 0) for k in ("padding", "output_padding"))
     groups = 1 if arguments["groups"] is None else arguments["groups"]

@@ -30,9 +30,6 @@ Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, the weig
 WeightBiasGradients = tuple[torch.Tensor | None, torch.Tensor | None]  # gradients of the weight and of the bias
 
 
-# -- the kinds of nodes ------------------------------------------------------------------------------------------------
-
-
 class OperatorResult(NamedTuple):
     value: torch.Tensor
     core: torch.Tensor  # the result of the autograd node, with the same memory: `value` may be a view of it
@@ -120,15 +117,14 @@ ADDMM = OperatorKind("addmm", _addmm, _matmul_gradients)
 BMM = OperatorKind("bmm", _bmm, _bmm_gradients)
 
 
-def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transposed: bool) -> OperatorKind:
-    """Makes the kind of `function`; options: stride, padding, dilation, output padding (lists of `dims`), groups."""
+def convolution_kind(function: Callable[..., torch.Tensor], transposed: bool) -> OperatorKind:
+    """Makes the kind of `function`; options: stride, padding, dilation, output padding (lists), groups."""
 
     def run(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, *options: Any) -> OperatorResult:
         stride, padding, dilation, output_padding, groups = options
-        batched = x if x.dim() == dims + 2 else x.unsqueeze(0)
         more = (output_padding, groups, dilation) if transposed else (dilation, groups)
-        y = function(batched, w, b, stride, padding, *more)
-        return OperatorResult(y if batched is x else y.squeeze(0), y, batched)
+        y = function(x, w, b, stride, padding, *more)
+        return OperatorResult(y, y, x)
 
     def weight_gradients(
         gradient: torch.Tensor,
@@ -141,8 +137,6 @@ def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transpose
     ) -> WeightBiasGradients:
         stride, padding, dilation, output_padding, groups = options
         sizes = None if b is None else list(b.shape)
-        if gradient.dim() < x.dim():  # a single sample, to which `run` added a dimension
-            gradient = gradient.unsqueeze(0)
         _, of_w, of_b = torch.ops.aten.convolution_backward(
             *(gradient, x, w, sizes, stride, padding, dilation, transposed, output_padding, groups),
             [False, wants_w, wants_b],
@@ -150,9 +144,6 @@ def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transpose
         return of_w, of_b
 
     return OperatorKind(function.__name__, run, weight_gradients)
-
-
-# -- split nodes in the code of a stage --------------------------------------------------------------------------------
 
 
 def split_node(kind: OperatorKind, names: tuple[str, str | None], casts: bool) -> Callable[..., torch.Tensor]:

@@ -79,7 +79,6 @@ from fxpipe.scheduling.row_transforms import (
     backward_part,
     forward_part,
     round_robin,
-    there_and_back,
     with_updates,
 )
 from fxpipe.scheduling.streams import (
@@ -131,7 +130,6 @@ __all__ = [
     "split_backwards",
     "steady_micro_batches",
     "stream_schedule",
-    "there_and_back",
     "v_half",
     "v_min",
     "validate",

@@ -29,8 +29,6 @@ from fxpipe.scheduling.row_transforms import (
 from fxpipe.scheduling.validation import validate
 from fxpipe.utils.units import did_you_mean, parse_count
 
-# -- Parsing the text form of a schedule: for a custom table, a diff, an issue, a test -------------------------------
-
 _HEAD = re.compile(r"(?P<name>.+): (?P<stages>\d+) stages?, (?P<micro_batches>\d+) micro-batch(es)?")
 _DEVICE = re.compile(r"device (?P<device>\d+):")
 _BETWEEN_ACTIONS = re.compile(r"[\s,;(]+|\)OVERLAP_F_B\b")

@@ -83,9 +83,6 @@ def expand_groups(rows: Rows, groups: StageGroups) -> Rows:
     return tuple(tuple(new for action in row for new in each(action)) for row in rows)
 
 
-# -- Placements with several stages on each device -------------------------------------------------------------------
-
-
 def round_robin(devices: int, per_device: int) -> tuple[int, ...]:
     """Places stage after stage in loops over the devices.
 
@@ -104,8 +101,6 @@ def there_and_back(devices: int, per_device: int) -> tuple[int, ...]:
     there = tuple(range(devices))
     return tuple(d for k in range(per_device) for d in (there[::-1] if k % 2 else there))
 
-
-# -- Insertion of recomputation into rows ----------------------------------------------------------------------------
 
 Checkpoint: TypeAlias = Literal["always", "except_last", "never"]
 
@@ -141,9 +136,6 @@ def _recompute_place(row: Sequence[Action], action: Action, recomputed: Sequence
             break
         place -= 1
     return place
-
-
-# -- Updates of the weights within a step ------------------------------------------------------------------------------
 
 
 def with_updates(schedule: Schedule) -> Schedule:

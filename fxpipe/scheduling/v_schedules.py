@@ -141,7 +141,7 @@ def _limited_rows(m: int, p: int, blocks: Sequence[Sequence[int]], kept: int) ->
     """Makes the rows of a block: for each device the slots of F-, F=, B= and B-. `kept`: most micro-batches kept."""
     if m <= kept:
         return zbv(m, p)
-    devices = [_DeviceSlots(_repeated_block(m, p, d, slots), 2 * kept) for d, slots in enumerate(blocks)]
+    devices = [_DeviceSlots(m, p, d, slots, 2 * kept) for d, slots in enumerate(blocks)]
     # Move up all actions, in time order, as far as dependencies and the limits of the devices allow.
     placement = there_and_back(p, 2)
     actions = chain.from_iterable(device.slot_of.items() for device in devices)
@@ -158,29 +158,27 @@ def _limited_rows(m: int, p: int, blocks: Sequence[Sequence[int]], kept: int) ->
     return tuple(tuple(sorted(device.slot_of, key=device.slot_of.__getitem__)) for device in devices)
 
 
-def _repeated_block(m: int, p: int, d: int, slots: Sequence[int]) -> dict[Action, int]:
-    """Returns the slots of a device's actions: its block for each micro-batch, and W in the first free slots."""
-    early, late = d, 2 * p - 1 - d
-    kinds = (ActionKind.FORWARD, ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD)
-    slot_of = {
-        Action(kind, stage, i): slot + _PERIOD * i
-        for kind, stage, slot in zip(kinds, (early, late, late, early), slots, strict=True)
-        for i in range(m)
-    }
-    taken, last = {*slot_of.values()}, -1
-    for slot, (_, stage, i) in sorted((slot, a) for a, slot in slot_of.items() if a.kind is ActionKind.BACKWARD):
-        last = max(last, slot) + 1
-        while last in taken:
-            last += 1
-        slot_of[Action(ActionKind.WEIGHT, stage, i)] = last
-    return slot_of
-
-
 class _DeviceSlots:
     """The slots of a device, used or free, and the number of (stage, micro-batch) pairs kept in each."""
 
-    def __init__(self, slot_of: dict[Action, int], most: int):
-        """`most`: limit of the pairs kept at the same time."""
+    def __init__(self, m: int, p: int, d: int, slots: Sequence[int], most: int):
+        """Begins with the block of the device for each micro-batch, and W in the first free slots.
+
+        `most`: limit of the pairs kept at the same time.
+        """
+        early, late = d, 2 * p - 1 - d
+        kinds = (ActionKind.FORWARD, ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD)
+        slot_of = {
+            Action(kind, stage, i): slot + _PERIOD * i
+            for kind, stage, slot in zip(kinds, (early, late, late, early), slots, strict=True)
+            for i in range(m)
+        }
+        taken, last = {*slot_of.values()}, -1
+        for slot, (_, stage, i) in sorted((slot, a) for a, slot in slot_of.items() if a.kind is ActionKind.BACKWARD):
+            last = max(last, slot) + 1
+            while last in taken:
+                last += 1
+            slot_of[Action(ActionKind.WEIGHT, stage, i)] = last
         self.slot_of, self._most = slot_of, most
         actions = {slot: action for action, slot in slot_of.items()}
         self._free = [slot for slot in range(max(actions)) if slot not in actions]

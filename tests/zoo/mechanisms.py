@@ -121,7 +121,6 @@ MECHANISMS = (
     *_group(
         "random numbers",
         ("a generator as an argument", "rewriting.rng.seeded_function.draw_given"),
-        ("functions written out", "rewriting.rng.seeded_function.draw_written_out"),
         ("the process's generator, lent", "rewriting.rng.seeded_function.draw rewriting.rng._lend_generator"),
         ("Python's and numpy's", "rewriting.rng.seeded_python_rng"),
         ("dropout", "rewriting.rng.dropout"),

@@ -34,7 +34,7 @@ def traced_nodes() -> tuple[Traced, dict[str, Any]]:
 
 def nearest(names: str) -> tuple[str, list[str]]:
     traced, nodes = traced_nodes()
-    result = Aliases.of(traced.effects).nearest_root([nodes[name] for name in names])
+    result = Aliases(traced.effects).nearest_root([nodes[name] for name in names])
     assert result is not None
     name_of = {node: name for name, node in nodes.items()}
     return name_of[result[0]], [name_of[node] for node in result[1]]
@@ -77,7 +77,7 @@ def test_what_may_be_a_copy_is_made_from_nothing() -> None:
         traced = trace(Shared(share), (torch.randn(6, 4),), chunks=2)
         x, r, *_ = (node for node in traced.nodes if node.op != "placeholder" and info(node).number is None)
         assert traced.effects.alias[x] == traced.effects.alias[r]
-        assert Aliases.of(traced.effects).nearest_root([x, r]) is None
+        assert Aliases(traced.effects).nearest_root([x, r]) is None
 
 
 def test_what_is_used_for_the_last_time_before_a_cut_does_not_forbid_it() -> None:
