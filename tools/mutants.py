@@ -1142,7 +1142,7 @@ REWRITING = (
     ),
     Mutant(
         "rewriting/cut_points.py",
-        " or any(map(_is_container, remaining))",
+        " or any(container_of(user) is not None for n in remaining for user in n.users)",
         "",
         "behaviour/test_inplace.py",
         "what returned a tuple is in the stage of its parts (`cuts`), so that no tuple is alive at a cut",

@@ -13,7 +13,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import PLAIN_TYPES
@@ -119,16 +119,13 @@ def _module_kind(traced: Traced, node: fx.Node) -> Hashable:
     """Returns the classes and settings of an opaque module and its submodules, and its constant arguments."""
     call = opaque_call_of(node)
     constants = tuple((place, _frozen(value)) for place, value in call.constants.items())
-    modules = traced.model.get_submodule(call.module or "").named_modules()
-    settings = tuple((path, type(m), m.training, _settings(m)) for path, m in modules)
-    return repr(call.arguments), call.method, constants, settings
-
-
-def _settings(module: nn.Module) -> Hashable:
-    own = module.__dict__.items()
-    settings = [(k, _frozen(v)) for k, v in own if k not in MODULE_DICT_KEYS and not isinstance(v, torch.Tensor)]
-    hooks = [(k, tuple(map(id, v.values()))) for k, v in own if k.endswith("_hooks") and isinstance(v, dict)]
-    return tuple(settings), tuple(hooks)
+    kinds = []
+    for path, module in traced.model.get_submodule(call.module or "").named_modules():
+        own = module.__dict__.items()
+        values = [(k, _frozen(v)) for k, v in own if k not in MODULE_DICT_KEYS and not isinstance(v, torch.Tensor)]
+        hooks = [(k, tuple(map(id, v.values()))) for k, v in own if k.endswith("_hooks") and isinstance(v, dict)]
+        kinds.append((path, type(module), module.training, tuple(values), tuple(hooks)))
+    return repr(call.arguments), call.method, constants, tuple(kinds)
 
 
 def _frozen(value: Any) -> Hashable:

@@ -201,11 +201,8 @@ def _cost_row(name: str, costs: Sequence[NodeCost], samples: int) -> tuple[str, 
     )
 
 
-# -- A profile as a file: JSON of its fields, with formulas as coefficients of polynomials ---------------------------
-#
-# `utils/polynomial_bound.py` bounds formulas that are not polynomials. A file is checked against the types of the
-# fields (`utils.files`) and for consistency.
-
+# A file is JSON of the fields, checked against their types (`utils.files`) and for consistency. Formulas are polynomials
+# (`utils/polynomial_bound.py` bounds others).
 PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 9
 
 

@@ -66,7 +66,8 @@ class Aliases:
     def nearest_root(self, nodes: Collection[fx.Node]) -> tuple[fx.Node, list[fx.Node]] | None:
         """Returns the nearest node whose views give all of `nodes`, and the nodes to recreate, in order; or None."""
         remaining, again = set(nodes), []
-        while len(remaining) > 1 or any(map(_is_container, remaining)):
+        # Of a tuple, list or dict of tensors only the parts can be cloned.
+        while len(remaining) > 1 or any(container_of(user) is not None for n in remaining for user in n.users):
             last = max(remaining, key=self.place.__getitem__)
             if last not in self.source:
                 return None
@@ -98,11 +99,6 @@ def _detached_with_history(effects: Effects, source: Mapping[fx.Node, fx.Node]) 
             written_to |= targets
             with_gradient |= written
     return written_to
-
-
-def _is_container(node: fx.Node) -> bool:
-    """Returns whether a node is a tuple, list or dict of tensors: only its parts can be cloned."""
-    return any(container_of(user) is not None for user in node.users)
 
 
 ForbiddenSpan = tuple[int, int, str]  # first place, last place, reason why no cut is allowed between them

@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpipe._torch.compiler import compile_backward_at_once, mark_dynamic_dims
 from fxpipe.rewriting.program import Stage, StageCallable
-from fxpipe.rewriting.split_backward import split_stage_backward, stage_code
+from fxpipe.rewriting.split_backward import split_stage_backward
 from fxpipe.tracing.node_info import info
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK, step_block
 
@@ -33,10 +33,11 @@ def make_stage_callable(stage: Stage, is_split: bool, options: Mapping[str, Any]
         is_split: compute the gradients of weights in W, not in B, unless it is compiled.
         options: keywords of `torch.compile`; None: it is not compiled.
     """
-    code, parameters = stage_code(stage), frozenset[str]()
+    code, parameters = stage.run, frozenset[str]()
+    assert isinstance(code, fx.GraphModule)
     if options is None:
         if is_split:
-            code, parameters = split_stage_backward(stage)
+            code, parameters = split_stage_backward(stage, code)
         # Not the module: fx's call drops the traceback of a failing builtin, and with it the node.
         return StageCallable(code.forward, parameters, functools.partial(_failing_node, code))
     from fxpipe.rewriting.rng_compiled import with_compilable_rng  # registers an operator

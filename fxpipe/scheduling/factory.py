@@ -119,19 +119,24 @@ def refuse_bidirectional(schedule: object) -> None:
 
 def _custom_schedule(schedule: Schedule | ScheduleFunction, n: int, m: int) -> Schedule:
     """Makes the table for n stages and m micro-batches, without validation."""
-    if not isinstance(schedule, Schedule):
-        return _call_function(schedule, n, m)
-    _refuse_replicas(schedule)
-    if schedule.stages != n:
-        raise ArgumentError(f"schedule {schedule.name!r} is a table for {schedule.stages} stages, but there are {n}")
-    if schedule.micro_batches < m:
+    table = schedule if isinstance(schedule, Schedule) else _call_function(schedule, n, m)
+    if table.replicas:
         raise ArgumentError(
-            f"schedule {schedule.name!r} is a table for {schedule.micro_batches} micro-batches, but there are {m}: "
-            f"give so many (chunks={schedule.micro_batches}), a longer table, or a function (micro_batches, stages) -> "
+            f"schedule {table.name!r} is a table with replicas, which a plan has, not a table: give the rows of "
+            "devices without, one for each"
+        )
+    if table is not schedule:
+        return Schedule(table.name, n, m, table.rows)
+    if table.stages != n:
+        raise ArgumentError(f"schedule {table.name!r} is a table for {table.stages} stages, but there are {n}")
+    if table.micro_batches < m:
+        raise ArgumentError(
+            f"schedule {table.name!r} is a table for {table.micro_batches} micro-batches, but there are {m}: "
+            f"give so many (chunks={table.micro_batches}), a longer table, or a function (micro_batches, stages) -> "
             "table"
         )
-    rows = tuple(tuple(action for action in row if action.micro_batch < m) for row in schedule.rows)
-    return Schedule(schedule.name, n, m, rows)
+    rows = tuple(tuple(action for action in row if action.micro_batch < m) for row in table.rows)
+    return Schedule(table.name, n, m, rows)
 
 
 def _call_function(function: ScheduleFunction, n: int, m: int) -> Schedule:
@@ -144,8 +149,7 @@ def _call_function(function: ScheduleFunction, n: int, m: int) -> Schedule:
     if isinstance(result, str):
         result = read_schedule(result, name)
     if isinstance(result, Schedule):
-        _refuse_replicas(result)
-        return Schedule(result.name, n, m, result.rows)
+        return result
     try:
         rows: Rows = tuple(_parse_actions(row) for row in result)
     except TypeError:
@@ -154,14 +158,6 @@ def _call_function(function: ScheduleFunction, n: int, m: int) -> Schedule:
             "Schedule, or a row of actions for each device"
         ) from None
     return Schedule(name, n, m, rows)
-
-
-def _refuse_replicas(schedule: Schedule) -> None:
-    if schedule.replicas:
-        raise ArgumentError(
-            f"schedule {schedule.name!r} is a table with replicas, which a plan has, not a table: give the rows of "
-            "devices without, one for each"
-        )
 
 
 def _parse_actions(row: str | Iterable[Action | str]) -> tuple[Action, ...]:

@@ -106,9 +106,6 @@ def check_order(schedule: Schedule, stages: frozenset[int], why: str) -> None:
         ) from None
 
 
-# 1. Every required action, once, and in the row of its stage
-
-
 def _cells(rows: Rows) -> Iterator[tuple[RowCell, Action]]:
     return (((d, place), action) for d, row in enumerate(rows) for place, action in enumerate(row))
 
@@ -177,9 +174,6 @@ def _missing(schedule: Schedule) -> Iterator[ScheduleProblem]:
             yield ScheduleProblem(f"stage {j} is updated, but not with its last micro-batches: {last} is missing")
 
 
-# 2. The order that the actions of a row need
-
-
 def _wrong_order(schedule: Schedule) -> Iterator[ScheduleProblem]:
     for d, row in enumerate(schedule.rows):
         place_of = {action: place for place, action in enumerate(row)}
@@ -187,9 +181,6 @@ def _wrong_order(schedule: Schedule) -> Iterator[ScheduleProblem]:
             for needed in dependencies(action, schedule.stages):
                 if place_of.get(needed, -1) > place:
                     yield ScheduleProblem(f"{action} stands before {needed}, which it needs", ((d, place),))
-
-
-# 3. No deadlock
 
 
 def _find_deadlock(schedule: Schedule, in_order: Collection[int]) -> list[ScheduleProblem]:

@@ -61,7 +61,7 @@ class EverySplit(EveryCut):
 
     def split_parameters(self, *starts):
         """By stage, the parameters that W computes the gradients of."""
-        return [set(split_stage_backward(stage)[1]) for stage in self.program((0, *starts)).stages]
+        return [set(split_stage_backward(stage, stage.run)[1]) for stage in self.program((0, *starts)).stages]
 
 
 # -- one node ----------------------------------------------------------------------------------------------------------
