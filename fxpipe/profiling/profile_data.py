@@ -201,8 +201,8 @@ def _cost_row(name: str, costs: Sequence[NodeCost], samples: int) -> tuple[str, 
     )
 
 
-# A file is JSON of the fields, checked against their types (`utils.files`) and for consistency. Formulas are polynomials
-# (`utils/polynomial_bound.py` bounds others).
+# A file is JSON of the fields, checked against their types (`utils.files`) and for consistency. Formulas that are not
+# polynomials are bounded by some (`utils/polynomial_bound.py`).
 PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 9
 
 
