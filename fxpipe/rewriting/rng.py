@@ -135,11 +135,10 @@ def takes_generator(function: Callable[..., Any] | str) -> bool:
     """Returns whether it takes `generator=`. Python functions do not count: some pass it by position."""
     if isinstance(function, OpOverload):
         return is_from_torch(function) and _has_generator(function)
-    is_python = hasattr(function, "__code__")
-    packet = getattr(_aten, function if isinstance(function, str) else opname(function), None)
-    if not is_from_torch(function) or is_python or not isinstance(packet, OpOverloadPacket):
+    if not is_from_torch(function) or hasattr(function, "__code__"):
         return False
-    overloads = [getattr(packet, name) for name in packet.overloads()]
+    packet = getattr(_aten, function if isinstance(function, str) else opname(function), None)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if isinstance(packet, OpOverloadPacket) else []
     return any(_SEEDED in o.tags and _has_generator(o) for o in overloads)
 
 
