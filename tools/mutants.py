@@ -2274,7 +2274,7 @@ INSPECT = (
         "cli/test_inspect_targets.py::test_refusals_of_planning_name_the_option",
     ),
     Mutant(
-        "inspect/cli_options.py",
+        "inspect/run.py",
         "other = taken.setdefault(path.resolve(), option)",
         "other = taken.setdefault(path, option)",
         "cli/test_inspect_files.py::test_places_are_looked_at_before_the_work",
@@ -2304,9 +2304,9 @@ INSPECT = (
         "cli/test_inspect.py::test_parse_target",
     ),
     Mutant(
-        "simulation/timeline.py",
-        "key=lambda d: (-shares[d], -needs[d])",
-        "key=lambda d: (-needs[d], -shares[d])",
+        "simulation/simulation_result.py",
+        "key=lambda d: (-shares[d], -self.needs[d])",
+        "key=lambda d: (-self.needs[d], -shares[d])",
         "cli/test_inspect_sweep.py::test_the_device_that_is_closest_to_its_limit_is_told",
     ),
     Mutant(
@@ -2346,7 +2346,7 @@ INSPECT = (
         "unit/inspect/test_scene.py::test_any_text_stays_text",
     ),
     Mutant(
-        "inspect/scene.py",
+        "inspect/svg.py",
         "back = next((p for p in (curve.control[1], curve.control[0], curve.start) if p != curve.end), (x - 1, y))",
         "back = curve.start",
         "unit/inspect/test_scene.py::test_an_arrow_comes_from_the_last_control_point_that_is_not_its_end",
@@ -2364,15 +2364,15 @@ INSPECT = (
         "unit/inspect/test_gantt.py::test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory",
     ),
     Mutant(
-        "inspect/memory_chart.py",
+        "inspect/gantt.py",
         "if limit <= FLAT_LIMIT_RATIO * peak}",
         "if limit >= FLAT_LIMIT_RATIO * peak}",
         "unit/inspect/test_gantt.py::test_a_limit_is_a_line_unless_it_would_flatten_the_curves",
     ),
     Mutant(
-        "inspect/memory_chart.py",
-        "sorted(fullest_devices(peaks, limits)[:MAX_PANELS])",
-        "sorted(fullest_devices(peaks, limits)[-MAX_PANELS:])",
+        "inspect/gantt.py",
+        "MemoryFit(peaks, limits).fullest[:MAX_PANELS]",
+        "MemoryFit(peaks, limits).fullest[-MAX_PANELS:]",
         "unit/inspect/test_gantt.py::test_of_many_devices_those_closest_to_their_limits_have_a_panel",
     ),
     Mutant(

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import TextIO
 
 from fxpipe.errors import FxpipeError, MemoryLimitError
 from fxpipe.inspect.cli_options import as_options, parse_request
@@ -30,11 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr):
             from fxpipe.inspect.run import output_text, run_request, write_outputs
             from fxpipe.utils.progress import is_terminal, show_progress
-            from fxpipe.utils.text_table import use_text_width
+            from fxpipe.utils.text_table import TEXT_WIDTH, use_text_width
 
             with show_progress(not request.no_progress and is_terminal()):
                 findings = run_request(request)
-            with use_text_width(_width_of(out)):
+            is_said = out.isatty() or "COLUMNS" in os.environ
+            width = shutil.get_terminal_size((TEXT_WIDTH, 24)).columns if is_said else TEXT_WIDTH
+            with use_text_width(width):
                 text = output_text(findings, request)
             written = write_outputs(findings, request.outputs)
         print(text)
@@ -48,14 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("fxpipe.inspect: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
-
-
-def _width_of(out: TextIO) -> int:
-    """Returns the line width of the output, in characters: of the terminal or, if set, `COLUMNS`."""
-    from fxpipe.utils.text_table import TEXT_WIDTH
-
-    is_said = out.isatty() or "COLUMNS" in os.environ
-    return shutil.get_terminal_size((TEXT_WIDTH, 24)).columns if is_said else TEXT_WIDTH
 
 
 def set_up_process() -> None:

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from fxpipe.errors import ArgumentError
+from fxpipe.inspect import targets
 from fxpipe.inspect.gantt import TIMELINE_FORMATS
 from fxpipe.inspect.hugging_face import HUGGING_FACE_PREFIX, ModelType, parse_model_type
-from fxpipe.inspect.targets import (
-    ACCEPTED_INPUTS,
-    SHAPE_TEXT,
-    TARGET_FORMS,
-    InputOption,
-    Target,
-    parse_input,
-    parse_keyword,
-    parse_target,
-)
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
 from fxpipe.scheduling.factory import refuse_bidirectional
-from fxpipe.utils.files import check_output_path
 
 if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
 
 
-Subject: TypeAlias = Target | ModelType | Path  # the path of a saved plan
+Subject: TypeAlias = targets.Target | ModelType | Path  # the path of a saved plan
 
 
 def parse_subject(text: str) -> Subject:
@@ -40,10 +30,10 @@ def parse_subject(text: str) -> Subject:
     if text.endswith(".json"):
         return Path(text)
     try:
-        return parse_target(text)
+        return targets.parse_target(text)
     except ArgumentError:
         raise ArgumentError(
-            f"{text!r}: expected {TARGET_FORMS}, hf:gpt2 or another type, or a saved plan.json"
+            f"{text!r}: expected {targets.TARGET_FORMS}, hf:gpt2 or another type, or a saved plan.json"
         ) from None
 
 
@@ -170,8 +160,6 @@ def most_devices(devices: tuple[str, ...], usual: int, hardware: str | Hardware 
     are_here = hardware is None and any(name != "cpu" for name in devices)
     return len(devices) if are_here else max(len(devices), usual)
 
-
-T = TypeVar("T")
 
 # Repeated from planning, which imports torch. Any other word is the name of a node or module.
 BALANCE_CHOICES = ("auto", "block", "optimal", "pipedream")
@@ -319,56 +307,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()
-        if unknown != message.split() and all(map(SHAPE_TEXT.search, unknown)):
+        if unknown != message.split() and all(map(targets.SHAPE_TEXT.search, unknown)):
             raise ArgumentError(f"{message}; an input has an --input of its own: --input 8x3x64x64 --input y=8:int64")
         raise ArgumentError(f"{message} (see --help)")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m fxpipe.inspect",
-        usage="python -m fxpipe.inspect TARGET [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "target",
-        type=_argparse_type(parse_subject),
-        metavar="TARGET",
-        help=f"{TARGET_FORMS}, which returns the nn.Module (the current directory is searched); hf:TYPE, a model type "
-        "of the installed transformers, as in hf:gpt2; or plan.json, a plan that was saved",
-    )
-    _add_options(parser)
-    return parser
-
-
-def _parser_of_option() -> dict[str, Callable[[str], Any]]:
-    """Returns the parsers of option values; values of other options stay text."""
-    return {
-        "--kwargs": parse_keyword,
-        "--input": parse_input,
-        "--loss": parse_target,
-        "--target": parse_input,
-        "--dynamic": parse_dynamic_option,
-        "--devices": parse_devices_option,
-        "--hardware": _parse_hardware_option,
-        "--nodes": parse_whole_number,
-        "--devices-per-node": parse_whole_number,
-        "--data-parallel": _parse_number_or_auto,
-        "--mesh": _parse_mesh_option,
-        "--chunks": _parse_number_or_auto,
-        "--schedule": parse_schedule_option,
-        "--stages-per-device": parse_whole_number,
-        "--balance": parse_balance_option,
-        "--pin": parse_pin_option,
-        "--memory-limit": parse_memory_limit_option,
-        "--optimizer-state": float,
-        "--sizes": parse_size_option,
-        "--code": int,
-        **dict.fromkeys(("--save", "--timeline", "--graph", "--report"), Path),
-    }
 
 
 class _AddPairs(argparse.Action):
@@ -383,46 +324,6 @@ class _AddPairs(argparse.Action):
                 raise argparse.ArgumentError(self, f"{name!r} is given twice")
             pairs[name] = value
         setattr(namespace, self.dest, pairs)
-
-
-REPEATED: dict[str, Any] = {"action": "append", "default": []}
-SPECIAL_KEYWORDS: dict[str, dict[str, Any]] = {
-    **{name: {"action": _AddPairs, "nargs": "+", "default": {}} for name in ("--kwargs", "--sizes")},
-    "--pin": {"action": _AddPairs, "nargs": 1, "default": {}},
-    "--input": {"dest": "inputs", **REPEATED},
-    "--dynamic": REPEATED,
-    "--leaf": {"dest": "leaf_modules", **REPEATED},
-    "--target": {"dest": "loss_target"},
-    "--schedule": {"choices": [name for name in SCHEDULES if name != "inference"]},
-    "--checkpoint": {"choices": ["auto", *CHECKPOINTS]},
-}
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parsers, group = _parser_of_option(), parser.add_argument_group()
-    text = OPTIONS_TEXT.format(
-        inputs=ACCEPTED_INPUTS.capitalize(),
-        schedules=", ".join(SPECIAL_KEYWORDS["--schedule"]["choices"]),
-        checkpoints=", ".join(CHECKPOINTS),
-    )
-    for block in re.split(r"\n(?=\S)", text.rstrip()):
-        head, *lines = block.splitlines()
-        name, _, metavar = head.partition(" ")
-        if name == "#":
-            group = parser.add_argument_group(metavar)
-            continue
-        keywords: dict[str, Any] = {"help": " ".join(map(str.strip, lines)).replace("%", "%%")}
-        if metavar:
-            parse = _argparse_type(parsers[name]) if name in parsers else str
-            keywords |= {"type": parse, "metavar": metavar} | SPECIAL_KEYWORDS.get(name, {})
-        else:
-            keywords["action"] = "store_true"
-        group.add_argument(name, **keywords)
-
-
-def parse_memory_limit_option(text: str) -> str | list[str]:
-    """Parses `70GiB` -> "70GiB"; `70GiB,40GiB` -> ["70GiB", "40GiB"]."""
-    return text.split(",") if "," in text else text
 
 
 def parse_pin_option(text: str) -> tuple[str, int | str]:
@@ -457,16 +358,13 @@ def parse_whole_number(text: str) -> int:
     return int(text)
 
 
-def _parse_number_or_auto(text: str) -> int | str:
-    return text if text == "auto" else parse_whole_number(text)
-
-
-def _argparse_type(parse: Callable[[str], T]) -> Callable[[str], T]:
+def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Adapts `parse` to argparse, which would replace the message of a ValueError, as it should for `int`."""
+
     if isinstance(parse, type):
         return parse
 
-    def parsed(text: str) -> T:
+    def parsed(text: str) -> Any:
         try:
             return parse(text)
         except ArgumentError as error:
@@ -475,61 +373,109 @@ def _argparse_type(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
-OUTPUT_FORMATS = {"timeline": TIMELINE_FORMATS, "graph": ("svg",), "report": ("html",), "save": ("json",)}
-OUTPUT_NAMES = {"timeline": "a timeline", "graph": "a graph", "report": "a report", "save": "a plan"}
+PARSERS: dict[str, Callable[[str], Any]] = {  # of option values; values of other options stay text
+    "--kwargs": targets.parse_keyword,
+    "--input": targets.parse_input,
+    "--loss": targets.parse_target,
+    "--target": targets.parse_input,
+    "--dynamic": parse_dynamic_option,
+    "--devices": parse_devices_option,
+    "--hardware": _parse_hardware_option,
+    "--mesh": _parse_mesh_option,
+    "--schedule": parse_schedule_option,
+    "--balance": parse_balance_option,
+    "--pin": parse_pin_option,
+    "--memory-limit": lambda text: text.split(",") if "," in text else text,
+    "--optimizer-state": float,
+    "--sizes": parse_size_option,
+    "--code": int,
+    **dict.fromkeys(("--nodes", "--devices-per-node", "--stages-per-device"), parse_whole_number),
+    **dict.fromkeys(("--data-parallel", "--chunks"), lambda text: text if text == "auto" else parse_whole_number(text)),
+    **dict.fromkeys(("--save", "--timeline", "--graph", "--report"), Path),
+}
+REPEATED: dict[str, Any] = {"action": "append", "default": []}
+SPECIAL_KEYWORDS: dict[str, dict[str, Any]] = {
+    **{name: {"action": _AddPairs, "nargs": "+", "default": {}} for name in ("--kwargs", "--sizes")},
+    "--pin": {"action": _AddPairs, "nargs": 1, "default": {}},
+    "--input": {"dest": "inputs", **REPEATED},
+    "--dynamic": REPEATED,
+    "--leaf": {"dest": "leaf_modules", **REPEATED},
+    "--target": {"dest": "loss_target"},
+    "--schedule": {"choices": [name for name in SCHEDULES if name != "inference"]},
+    "--checkpoint": {"choices": ["auto", *CHECKPOINTS]},
+}
 
 
-def check_outputs(outputs: Mapping[str, Path]) -> None:
-    """Raises `ArgumentError` if an output file cannot be written, or two options name the same file."""
-    taken: dict[Path, str] = {}
-    for option, path in outputs.items():
-        other = taken.setdefault(path.resolve(), option)
-        if other != option:
-            raise ArgumentError(f"--{option} {path}: --{other} is to be written there; give another path")
-        check_output_path(path, OUTPUT_FORMATS[option], f"--{option}: {OUTPUT_NAMES[option]}")
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m fxpipe.inspect",
+        usage="python -m fxpipe.inspect TARGET [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "target",
+        type=_argparse_type(parse_subject),
+        metavar="TARGET",
+        help=f"{targets.TARGET_FORMS}, which returns the nn.Module (the current directory is searched); hf:TYPE, a "
+        "model type of the installed transformers, as in hf:gpt2; or plan.json, a plan that was saved",
+    )
+    group = parser.add_argument_group()
+    text = OPTIONS_TEXT.format(
+        inputs=targets.ACCEPTED_INPUTS.capitalize(),
+        schedules=", ".join(SPECIAL_KEYWORDS["--schedule"]["choices"]),
+        checkpoints=", ".join(CHECKPOINTS),
+    )
+    for block in re.split(r"\n(?=\S)", text.rstrip()):
+        head, *lines = block.splitlines()
+        name, _, metavar = head.partition(" ")
+        if name == "#":
+            group = parser.add_argument_group(metavar)
+            continue
+        keywords: dict[str, Any] = {"help": " ".join(map(str.strip, lines)).replace("%", "%%")}
+        if metavar:
+            parse = _argparse_type(PARSERS.get(name, str))
+            keywords |= {"type": parse, "metavar": metavar} | SPECIAL_KEYWORDS.get(name, {})
+        else:
+            keywords["action"] = "store_true"
+        group.add_argument(name, **keywords)
+    return parser
+
+
+OUTPUTS = {  # by option: its name and its formats
+    "timeline": ("a timeline", TIMELINE_FORMATS),
+    "graph": ("a graph", ("svg",)),
+    "report": ("a report", ("html",)),
+    "save": ("a plan", ("json",)),
+}
 
 
 class Request(argparse.Namespace):
-    """A request. Options that were not given are None, False or empty, and use the defaults of `fxpipe.plan`."""
+    """A request: the options as attributes. Options that were not given are None, False or empty.
+
+    `options` has the given options of `fxpipe.plan`, except devices, stages_per_device and dynamic_shapes. `hardware`
+    has the numbers of nodes and devices.
+    """
 
     target: Subject
-    kwargs: dict[str, Any]  # arguments of the factory, or fields of the configuration
-    inputs: list[InputOption]
-    loss: Target | None
-    loss_target: InputOption | None
-    meta: bool  # build the model without memory
-    eval: bool
-    dynamic: list[DynamicOption]
-    devices: DevicesOption | None
-    nodes: int | None
-    devices_per_node: int | None
-    hardware: str | Hardware | None  # with the numbers of nodes and devices
-    data_parallel: int | str | None
-    stages_per_device: int | None
-    options: dict[str, Any]  # given options of `fxpipe.plan`, except devices, stages_per_device and dynamic_shapes
-    sizes: dict[str, int]  # dynamic sizes at which figures are shown
-    json: bool
+    inputs: list[targets.InputOption]
+    loss: targets.Target | None
+    loss_target: targets.InputOption | None
+    options: dict[str, Any]
     code: int | None  # the stage whose code is printed
-    sweep: bool
-    tune: bool
-    all: bool  # every row of --tune
-    no_progress: bool
 
     @property
     def outputs(self) -> dict[str, Path]:
         """The requested files, by option."""
-        return {name: path for name in OUTPUT_FORMATS if (path := getattr(self, name)) is not None}
+        return {name: path for name in OUTPUTS if (path := getattr(self, name)) is not None}
 
     @property
     def chooses_replicas(self) -> bool:
         """Returns True if the tuner chooses the number of replicas."""
         is_open = self.data_parallel is None and self.nodes is not None and self.options.get("balance") != "pipedream"
         return self.data_parallel == "auto" or is_open
-
-    @property
-    def needs_plan(self) -> bool:
-        """Returns True if a requested output needs a plan that fits."""
-        return bool(self.json or self.code is not None or self.outputs)
 
 
 PLAN_OPTIONS = (
@@ -560,7 +506,22 @@ def parse_request(argv: Sequence[str]) -> Request:
     for name in ("chunks", "data_parallel"):
         if request.options.get(name) == "auto":
             del request.options[name]
-    _check_option_combination(request)
+    is_plan = isinstance(request.target, Path)
+    other = "json" if request.json else "sweep" if request.sweep else "tune" if request.tune else ""
+    if request.code is not None and other:
+        raise ArgumentError(f"--code prints the code of a stage and nothing else; leave --{other} out")
+    if request.chooses_replicas and request.sweep:
+        raise ArgumentError("--sweep compares numbers of devices, and a cluster has as many as it has: leave one out")
+    if request.data_parallel is not None and request.hardware is None and not is_plan:
+        raise ArgumentError("--data-parallel without --hardware: the links between replicas are not known; give it")
+    if request.sweep and request.tune:
+        raise ArgumentError("--sweep and --tune are two questions: ask one after the other")
+    if request.all and not request.tune:
+        raise ArgumentError("--all shows every row of --tune; give that, or leave --all out")
+    if request.loss_target is not None and request.loss is None:
+        raise ArgumentError("--target without --loss: give both, or neither where the model returns its loss")
+    if is_plan and request.data_parallel == "auto":
+        raise ArgumentError("--data-parallel auto needs the model: a plan has its devices; give a number of replicas")
     return request
 
 
@@ -584,23 +545,3 @@ def as_options(text: str) -> str:
 
     text = _GIVEN_ARGUMENT.sub(option, text)
     return _NAMED_ARGUMENT.sub(lambda match: _option_name(match[0]), text)
-
-
-def _check_option_combination(request: Request) -> None:
-    """Raises `ArgumentError` for options that exclude each other."""
-    if request.code is not None and (request.json or request.sweep or request.tune):
-        other = "json" if request.json else "sweep" if request.sweep else "tune"
-        raise ArgumentError(f"--code prints the code of a stage and nothing else; leave --{other} out")
-    if request.chooses_replicas and request.sweep:
-        raise ArgumentError("--sweep compares numbers of devices, and a cluster has as many as it has: leave one out")
-    is_plan = isinstance(request.target, Path)
-    if request.data_parallel is not None and request.hardware is None and not is_plan:
-        raise ArgumentError("--data-parallel without --hardware: the links between replicas are not known; give it")
-    if request.sweep and request.tune:
-        raise ArgumentError("--sweep and --tune are two questions: ask one after the other")
-    if request.all and not request.tune:
-        raise ArgumentError("--all shows every row of --tune; give that, or leave --all out")
-    if request.loss_target is not None and request.loss is None:
-        raise ArgumentError("--target without --loss: give both, or neither where the model returns its loss")
-    if is_plan and request.data_parallel == "auto":
-        raise ArgumentError("--data-parallel auto needs the model: a plan has its devices; give a number of replicas")

@@ -7,6 +7,9 @@
 
 With many devices rows get lower; with many actions the picture gets wider, up to a bound. An action too narrow for its
 name shows only its colour. Beyond `MAX_BOXES` actions, all actions of a kind in a row are one shape. White is bubble.
+
+Memory has a panel for each device, by parts; of many devices, those closest to their limits. All panels share one scale
+and the time axis. A limit is a dashed line, unless it is so far above the curves that they would be flat.
 """
 
 from __future__ import annotations
@@ -14,35 +17,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import accumulate, chain, groupby, product
 from math import ceil
 from pathlib import Path
 
 from fxpipe.errors import ArgumentTypeError
-from fxpipe.inspect.memory_chart import CHART_HEAD, memory_chart
-from fxpipe.inspect.scene import Bars, Item, Line, Rect, Scene, Text
-from fxpipe.inspect.style import (
-    DARK_KINDS,
-    FAINT,
-    GRID,
-    INK,
-    KIND_COLOURS,
-    PAPER,
-    RECEIVING_COLOUR,
-    LegendEntry,
-    TimeAxis,
-    fit_text,
-    legend_items,
-    printable,
-    text_width,
-    time_ticks,
-)
-from fxpipe.inspect.svg import notebook_picture, notebook_view, svg_of
+from fxpipe.inspect import style, svg
 from fxpipe.inspect.table import device_table
 from fxpipe.scheduling.actions import ActionKind
-from fxpipe.simulation.timeline import MEMORY_PARTS, HasTimeline, Span, StepTimeline, has_looped_stages, span_names
+from fxpipe.simulation import MemoryFit
+from fxpipe.simulation.timeline import (
+    MEMORY_PARTS,
+    HasTimeline,
+    MemoryParts,
+    MemoryTimeline,
+    Span,
+    StepTimeline,
+    has_looped_stages,
+    span_names,
+)
 from fxpipe.utils.files import check_output_path, write_atomically
-from fxpipe.utils.units import count_text, human_seconds, percent
+from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 MAX_BOXES = 4000
 INSTANT = 1.0  # the width of an action that takes no time
@@ -53,100 +48,147 @@ LEADING = 1.15  # line spacing, as a factor of the font size
 NAME_SLACK = 1.6  # points next to a name
 
 
-def action_boxes(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> Iterator[Item]:
-    """Draws the boxes of actions from `top` downwards; a row is `height` high, `pitch` below the row before."""
-    if len(step.spans) > MAX_BOXES:
-        for d, row in enumerate(step.rows):
-            yield from _merged_boxes(row, d, frame, top + d * pitch, height)
-    else:
-        for span in step.spans:
-            yield from _span_boxes(span, frame, top + span.device * pitch, height)
+def action_boxes(step: StepTimeline, layout: GanttLayout) -> Iterator[svg.Item]:
+    """Draws the boxes of actions; if there are more than `MAX_BOXES`, those of a kind in a row as one shape."""
+    bars: defaultdict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)  # by device and colour
+    seconds: defaultdict[tuple[int, ActionKind], list[float]] = defaultdict(list)
+    for span in step.spans:
+        (left, start, right), y, action = layout.places(span), layout.y(span.device), span.action
+        colour, rim = style.KIND_COLOURS[action.kind], svg.PAPER if right - start >= RIM else ""
+        if len(step.spans) > MAX_BOXES:
+            if start > left:
+                bars[span.device, style.RECEIVING_COLOUR].append((left, start))
+            bars[span.device, colour].append((start, right))
+            seconds[span.device, action.kind].append(span.seconds)
+            continue
+        times = f"{human_seconds(span.seconds)} from {human_seconds(span.start)}"
+        received = f", {human_seconds(span.receiving)} of it receiving" if span.receiving else ""
+        title = f"{action.kind.words}, stage {action.stage}, micro-batch {action.micro_batch}: {times}{received}"
+        if start > left:
+            yield svg.Rect(left, y, start - left, layout.height, style.RECEIVING_COLOUR, title=title)
+        if right > start:
+            yield svg.Rect(start, y, right - start, layout.height, colour, rim, title=title)
+    titles = {(d, style.RECEIVING_COLOUR): f"device {d}: receiving" for d in range(len(step.devices))}
+    for (d, kind), lengths in seconds.items():
+        total = f"{len(lengths)} times, {human_seconds(sum(lengths))} in all"
+        titles[d, style.KIND_COLOURS[kind]] = f"device {d}: {kind.words}, {total}"
+    for (d, colour), spans in bars.items():
+        yield svg.Bars(layout.y(d), layout.height, tuple(spans), colour, titles[d, colour])
 
 
-def _span_boxes(span: Span, frame: TimeAxis, y: float, height: float) -> Iterator[Item]:
-    left, start, right = _span_places(span, frame)
-    title = span_title(span)
-    if start > left:
-        yield Rect(left, y, start - left, height, RECEIVING_COLOUR, title=title)
-    width = right - start
-    if width > 0:
-        yield Rect(start, y, width, height, KIND_COLOURS[span.action.kind], PAPER if width >= RIM else "", title=title)
-
-
-def box_names(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> Iterator[Text]:
+def box_names(step: StepTimeline, layout: GanttLayout) -> Iterator[svg.Text]:
     """Names the boxes of a kind on a device in one form: the longest and largest that fits nearly all, or the first.
 
     The forms are `F3`, then `3`; if a device has several stages, `2F3`, then 2 above 3.
     """
-    letters, loops = text_size_for(height), has_looped_stages(step.spans)
+    letters, loops = layout.letters, has_looped_stages(step.spans)
     if letters < SMALLEST_TEXT:
         return
     spans_by_kind: defaultdict[tuple[int, ActionKind], list[tuple[Span, str]]] = defaultdict(list)
     for span, name in zip(step.spans, span_names(step.spans), strict=True):
         spans_by_kind[span.device, span.action.kind].append((span, name))
-    for (device, _), row in spans_by_kind.items():
-        options: list[list[list[Text]]] = []  # by form, the lines of each name that fits
+    for row in spans_by_kind.values():
+        options: list[list[list[svg.Text]]] = []  # by form, the lines of each name that fits
         for is_short, size in product((False, True), (letters, smaller_text_size(letters))):
             options.append([])
             for span, name in row:
                 numbers = (span.action.stage, span.action.micro_batch)[0 if loops else 1 :]
-                lines = list(map(str, numbers)) if is_short else [name]
-                options[-1] += _fitting_lines(lines, size, span, frame, top + device * pitch, height)
+                options[-1] += _fitting_lines(list(map(str, numbers)) if is_short else [name], size, span, layout)
         chosen = next((names for names in options if len(names) >= NEARLY_ALL * len(row)), options[0])
         yield from chain(*chosen)
 
 
-def _fitting_lines(
-    lines: Sequence[str], size: float, span: Span, frame: TimeAxis, y: float, height: float
-) -> Iterator[list[Text]]:
+def _fitting_lines(lines: Sequence[str], size: float, span: Span, layout: GanttLayout) -> Iterator[list[svg.Text]]:
     """Yields the lines in the middle of a span's box if they fit."""
-    _, left, right = _span_places(span, frame)
-    depth = size * (1 + LEADING * (len(lines) - 1))
-    if max(text_width(line, size) for line in lines) + NAME_SLACK <= right - left and depth <= height:
-        fill, base = PAPER if span.action.kind in DARK_KINDS else INK, y + (height - depth) / 2 + 0.86 * size
-        middle = (left + right) / 2
-        yield [Text(middle, base + k * LEADING * size, line, size, fill, "middle") for k, line in enumerate(lines)]
-
-
-def text_size_for(height: float) -> float:
-    return min(11.0, height * 0.68)
+    (_, left, right), depth = layout.places(span), size * (1 + LEADING * (len(lines) - 1))
+    if max(style.text_width(line, size) for line in lines) + NAME_SLACK <= right - left and depth <= layout.height:
+        fill = svg.PAPER if span.action.kind in style.DARK_KINDS else style.INK
+        x, y = (left + right) / 2, layout.y(span.device) + (layout.height - depth) / 2 + 0.86 * size
+        yield [svg.Text(x, y + k * LEADING * size, line, size, fill, "middle") for k, line in enumerate(lines)]
 
 
 def smaller_text_size(letters: float) -> float:
     return max(SMALLEST_TEXT, letters * 0.75)
 
 
-def _merged_boxes(row: Sequence[Span], device: int, frame: TimeAxis, y: float, height: float) -> Iterator[Item]:
-    """Draws all boxes of a kind as one shape."""
-    by_colour: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    seconds: defaultdict[ActionKind, list[float]] = defaultdict(list)
-    for span in row:
-        left, start, right = _span_places(span, frame)
-        if start > left:
-            by_colour[RECEIVING_COLOUR].append((left, start))
-        by_colour[KIND_COLOURS[span.action.kind]].append((start, right))
-        seconds[span.action.kind].append(span.seconds)
-    if RECEIVING_COLOUR in by_colour:
-        yield Bars(y, height, tuple(by_colour[RECEIVING_COLOUR]), RECEIVING_COLOUR, f"device {device}: receiving")
-    for kind, lengths in seconds.items():
-        title = f"device {device}: {kind.words}, {len(lengths)} times, {human_seconds(sum(lengths))} in all"
-        yield Bars(y, height, tuple(by_colour[KIND_COLOURS[kind]]), KIND_COLOURS[kind], title)
+MAX_PANELS = 8  # devices
+PANEL_HEIGHT, PANEL_GAP = 46.0, 10.0
+CHART_HEAD = 38.0  # height of the title and the legend
+FLAT_LIMIT_RATIO = 3.0  # a limit above this many times the peak is not drawn
+PANEL_COLOUR = "#f7f7f7"
 
 
-def _span_places(span: Span, frame: TimeAxis) -> tuple[float, float, float]:
-    """Returns the x of a span's start, end of receiving, and end; an instant gets a thin stroke."""
-    if not span.seconds:
-        left = min(frame.x(span.start), frame.right - INSTANT)
-        return left, left, left + INSTANT
-    return frame.x(span.start), frame.x(span.start + span.receiving), frame.x(span.end)
+def memory_chart(
+    memory: Sequence[MemoryTimeline], limits: Sequence[float | None], frame: style.TimeAxis, y: float
+) -> tuple[list[svg.Item], float]:
+    """Draws the memory of each device, with its parts stacked, from `y` downwards; also returns the bottom."""
+    peaks, limits = [one.peak for one in memory], limits or (None,) * len(memory)
+    peak, shown = max(peaks), sorted(MemoryFit(peaks, limits).fullest[:MAX_PANELS])
+    known = {d: limit for d in shown if (limit := limits[d]) is not None}
+    drawn = {d: limit for d, limit in known.items() if limit <= FLAT_LIMIT_RATIO * peak}
+    scale = PANEL_HEIGHT / (max([peak, *drawn.values()]) * 1.04)  # points for each byte
+    parts = [name for name in MEMORY_PARTS if any(getattr(size, name) for d in shown for _, size in memory[d].steps)]
+
+    heading = "memory" if len(memory) == 1 else "memory, all on one scale"
+    if len(shown) < len(memory):
+        heading += f", of the {len(shown)} devices closest to their limits"
+    if len(drawn) < len(known):
+        above = min(limit for d, limit in known.items() if d not in drawn)
+        heading += f"; the limit of {human_bytes(above)} lies above"
+    entries = [style.LegendEntry(name, style.MEMORY_COLOURS[name]) for name in parts]
+    if drawn:
+        sizes = list(dict.fromkeys(map(human_bytes, (min(drawn.values()), max(drawn.values())))))
+        name = f"limit{'s' if len(sizes) > 1 else ''} {' to '.join(sizes)}"
+        entries.append(style.LegendEntry(name, style.LIMIT_COLOUR, is_line=True))
+    items: list[svg.Item] = [svg.Text(frame.left, y + 12, heading, is_bold=True)]
+    items += style.legend_items(entries, frame.left, y + 28, frame.width)
+    for place, d in enumerate(shown):
+        base = y + CHART_HEAD + (place + 1) * PANEL_HEIGHT + place * PANEL_GAP
+        middle, right, label = base - PANEL_HEIGHT / 2, frame.right + 8, f"device {d}"
+        items.append(svg.Rect(frame.left, base - PANEL_HEIGHT, frame.width, PANEL_HEIGHT, PANEL_COLOUR))
+        items += _stacked_areas(memory[d], parts, frame, base, scale, label)
+        if d in drawn:
+            level, title = base - drawn[d] * scale, f"the limit, {human_bytes(drawn[d])}"
+            items.append(svg.Line(((frame.left, level), (frame.right, level)), style.LIMIT_COLOUR, 1.2, (5, 3), title))
+        colour = style.LIMIT_COLOUR if d in drawn and peaks[d] > drawn[d] else style.INK
+        items.append(svg.Text(frame.left - 8, middle + 4, label, 10, anchor="end"))
+        items.append(svg.Text(right, middle, "peak", 9, style.FAINT))
+        items.append(svg.Text(right, middle + 12, human_bytes(peaks[d]), 10, colour))
+    return items, y + CHART_HEAD + len(shown) * (PANEL_HEIGHT + PANEL_GAP)
 
 
-def span_title(span: Span) -> str:
-    action = span.action
-    times = f"{human_seconds(span.seconds)} from {human_seconds(span.start)}"
-    received = f", {human_seconds(span.receiving)} of it receiving" if span.receiving else ""
-    stage = f"stage {action.stage}, micro-batch {action.micro_batch}"
-    return f"{action.kind.words}, {stage}: {times}{received}"
+def _stacked_areas(
+    memory: MemoryTimeline, parts: Sequence[str], frame: style.TimeAxis, base: float, scale: float, label: str
+) -> Iterator[svg.Item]:
+    kept: list[tuple[float, MemoryParts]] = []  # of the steps on one point of the picture, the largest and the last
+    for _, group in groupby(memory.steps, key=lambda step: int(frame.x(step[0]))):
+        steps = list(group)
+        highest = max(steps, key=lambda step: step[1].total)
+        kept += [highest] if highest is steps[-1] else [highest, steps[-1]]
+    sums = [(0.0, *accumulate(float(getattr(size, name)) for name in parts)) for _, size in kept]
+    times = [time for time, _ in kept]
+    for k, name in enumerate(parts):
+        if all(row[k] == row[k + 1] for row in sums):
+            continue
+        upper = _stair_points(times, [row[k + 1] for row in sums], frame, base, scale)
+        lower = _stair_points(times, [row[k] for row in sums], frame, base, scale)
+        most = human_bytes(max(row[k + 1] - row[k] for row in sums))
+        yield svg.Area((*upper, *reversed(lower)), style.MEMORY_COLOURS[name], title=f"{label}: {name}, at most {most}")
+
+
+def _stair_points(
+    times: Sequence[float], sizes: Sequence[float], frame: style.TimeAxis, base: float, scale: float
+) -> tuple[svg.Point, ...]:
+    points: list[svg.Point] = []
+    level = sizes[0]
+    for time, size in zip(times, sizes, strict=True):
+        x = frame.x(time)
+        if size != level:
+            points.append((x, base - level * scale))
+        if size != level or not points:
+            points.append((x, base - size * scale))
+        level = size
+    return (*points, (frame.right, base - level * scale))
 
 
 GANTT_MARGIN = 16.0
@@ -163,120 +205,113 @@ class GanttLayout:
 
     labels: list[str]
     figures: dict[str, list[str]]  # columns at the right
-    frame: TimeAxis
+    frame: style.TimeAxis
     top: float  # y of the first row
     pitch: float  # from a row to the next
     height: float
 
     @property
-    def columns(self) -> tuple[float, float]:
-        """The right ends of the columns of figures."""
-        first, second = (
-            max(text_width(text, LABEL_SIZE) for text in (*texts, name)) for name, texts in self.figures.items()
-        )
-        return self.frame.right + 8 + first, self.frame.right + 8 + first + second + 14
+    def letters(self) -> float:
+        """The font size in boxes."""
+        return min(11.0, self.height * 0.68)
+
+    def y(self, device: int) -> float:
+        return self.top + device * self.pitch
+
+    def places(self, span: Span) -> tuple[float, float, float]:
+        """Returns the x of a span's start, end of receiving, and end; an instant gets a thin stroke."""
+        frame = self.frame
+        if not span.seconds:
+            left = min(frame.x(span.start), frame.right - INSTANT)
+            return left, left, left + INSTANT
+        return frame.x(span.start), frame.x(span.start + span.receiving), frame.x(span.end)
 
 
 def gantt_layout(step: StepTimeline) -> GanttLayout:
     pitch = min(HIGHEST_PITCH, max(LOWEST_PITCH, ROWS_HEIGHT / max(1, len(step.devices))))
     height = pitch * 0.82 if pitch > 8 else pitch - 1
-    labels = [fit_text(name, LONGEST_LABEL, LABEL_SIZE) for name in _device_labels(step)]
+    names = [f"device {d}: {name}".removesuffix(": ") for d, name in enumerate(step.devices)]
+    labels = [style.fit_text(name, LONGEST_LABEL, LABEL_SIZE) for name in names]
     figures = {"busy": [*map(human_seconds, step.busy)], "bubble": [*map(percent, step.bubble)]}
-    left = GANTT_MARGIN + max((text_width(label, LABEL_SIZE) for label in labels), default=0) + 8
-    frame = TimeAxis(left, left + _time_width(step, text_size_for(height)), step.seconds)
+    left = GANTT_MARGIN + max((style.text_width(label, LABEL_SIZE) for label in labels), default=0) + 8
+    width = NARROWEST_GANTT
+    if taking := sorted(span.seconds - span.receiving for span in step.spans if span.seconds > span.receiving):
+        # Most names fit in the usual font size, and nearly all in the small font size.
+        longest, letters = max(span_names(step.spans), key=len), min(11.0, height * 0.68)
+        ways = ((letters, taking[len(taking) // 2]), (smaller_text_size(letters), taking[len(taking) // 10]))
+        wanted = max((style.text_width(longest, size) + NAME_SLACK) * step.seconds / seconds for size, seconds in ways)
+        width = min(WIDEST_GANTT, max(NARROWEST_GANTT, 1.01 * wanted))
+    frame = style.TimeAxis(left, left + width, step.seconds)
     return GanttLayout(labels, figures, frame, GANTT_MARGIN + 68, pitch, height)
 
 
-def draw_gantt(step: StepTimeline, *, title: str = "") -> Scene:
+def draw_gantt(step: StepTimeline, *, title: str = "") -> svg.Scene:
     """Draws a step. `title` is the heading. Default: a description of the step."""
     layout, n = gantt_layout(step), len(step.devices)
-    frame, rows = layout.frame, (layout.top, layout.pitch, layout.height)
-    width = max(layout.columns[-1], frame.right + 8 + 70) + GANTT_MARGIN
-    names = list(box_names(step, frame, *rows))
-    headline, facts = " ".join(printable(title).split()) or _headline(step), _facts(step)
+    frame = layout.frame
+    labels = list(_row_labels(layout))
+    width = max(frame.right + 8 + 70, *(label.x for label in labels)) + GANTT_MARGIN
+    names = list(box_names(step, layout))
+    headline, facts = " ".join(svg.printable(title).split()) or _headline(step), _facts(step)
     if has_looped_stages(step.spans) and any(name.text.isdecimal() for name in names):
         facts += "; numbers in boxes: stage above micro-batch"
 
     bottom = end = layout.top + n * layout.pitch
-    chart: list[Item] = []
+    chart: list[svg.Item] = []
     grid = [(layout.top - 2, bottom + 4)]
     if step.memory:
         chart, end = memory_chart(step.memory, step.limits, frame, bottom + 34)
         grid.append((bottom + 34 + CHART_HEAD, end))
-    bold_title = fit_text(headline, width - 2 * GANTT_MARGIN, 15, is_bold=True)
+    bold_title = style.fit_text(headline, width - 2 * GANTT_MARGIN, 15, is_bold=True)
+    ticks: list[svg.Item] = []
+    for time, name in style.time_ticks(frame.seconds, int(frame.width / 90)):
+        x = frame.x(time)
+        ticks += [svg.Line(((x, first), (x, last)), style.GRID) for first, last in grid]
+        ticks.append(svg.Text(x, bottom + 15, name, 9, style.FAINT, "middle"))
+    kinds = {span.action.kind for span in step.spans}
+    entries = [style.LegendEntry(f"{kind} {kind.words}", c) for kind, c in style.KIND_COLOURS.items() if kind in kinds]
+    if any(span.receiving for span in step.spans):
+        entries.append(style.LegendEntry("receiving", style.RECEIVING_COLOUR))
+    entries.append(style.LegendEntry("bubble", svg.PAPER, border="#bbbbbb"))
     items = (
-        *_time_ticks(frame, bottom + 15, grid),
-        *action_boxes(step, frame, *rows),
+        *ticks,
+        *action_boxes(step, layout),
         *names,
         *chart,
-        Text(GANTT_MARGIN, GANTT_MARGIN + 14, bold_title, 15, is_bold=True),
-        Text(GANTT_MARGIN, GANTT_MARGIN + 32, fit_text(facts, width - 2 * GANTT_MARGIN, 11), 11, FAINT),
-        *legend_items(_legend_entries(step), frame.left, GANTT_MARGIN + 54, frame.width),
-        *_row_labels(layout),
+        svg.Text(GANTT_MARGIN, GANTT_MARGIN + 14, bold_title, 15, is_bold=True),
+        svg.Text(GANTT_MARGIN, GANTT_MARGIN + 32, style.fit_text(facts, width - 2 * GANTT_MARGIN, 11), 11, style.FAINT),
+        *style.legend_items(entries, frame.left, GANTT_MARGIN + 54, frame.width),
+        *labels,
     )
     described = f"{headline}. {facts}" if title else f"Timeline of {headline}. {facts}"
-    return Scene(width, end + GANTT_MARGIN + (0 if chart else 8), items, described)
+    return svg.Scene(width, end + GANTT_MARGIN + (0 if chart else 8), items, described)
 
 
-def _row_labels(layout: GanttLayout) -> Iterator[Text]:
+def _row_labels(layout: GanttLayout) -> Iterator[svg.Text]:
     """Yields names and figures of the devices; skips rows if rows are lower than letters."""
-    labels, frame, top, columns = layout.labels, layout.frame, layout.top, layout.columns
+    labels, frame, top = layout.labels, layout.frame, layout.top
     size = min(LABEL_SIZE, max(SMALLEST_TEXT, layout.pitch * 0.72))
-    for x, name in zip(columns, layout.figures, strict=True):
-        yield Text(x, top - 6, name, 9, FAINT, "end")
-    for d in range(0, len(labels), ceil((size + 2) / layout.pitch)):
-        y = top + d * layout.pitch + layout.height / 2 + size * 0.36
-        yield Text(frame.left - 8, y, labels[d], size, anchor="end")
-        for x, texts in zip(columns, layout.figures.values(), strict=True):
-            yield Text(x, y, texts[d], size, anchor="end")
-
-
-def _time_ticks(frame: TimeAxis, axis: float, grid: Sequence[tuple[float, float]]) -> Iterator[Item]:
-    for time, name in time_ticks(frame.seconds, int(frame.width / 90)):
-        x = frame.x(time)
-        for top, bottom in grid:
-            yield Line(((x, top), (x, bottom)), GRID)
-        yield Text(x, axis, name, 9, FAINT, "middle")
-
-
-def _time_width(step: StepTimeline, letters: float) -> float:
-    """Computes a width in which most names fit in the usual font size, and nearly all in the small font size."""
-    taking = sorted(span.seconds - span.receiving for span in step.spans if span.seconds > span.receiving)
-    if not taking:
-        return NARROWEST_GANTT
-    longest = max(span_names(step.spans), key=len)
-    usual, short = taking[len(taking) // 2], taking[len(taking) // 10]
-    wanted = max(
-        (text_width(longest, letters) + NAME_SLACK) * step.seconds / usual,
-        (text_width(longest, smaller_text_size(letters)) + NAME_SLACK) * step.seconds / short,
-    )
-    return min(WIDEST_GANTT, max(NARROWEST_GANTT, 1.01 * wanted))
+    shown = range(0, len(labels), ceil((size + 2) / layout.pitch))
+    base = layout.height / 2 + size * 0.36
+    yield from (svg.Text(frame.left - 8, layout.y(d) + base, labels[d], size, anchor="end") for d in shown)
+    right = frame.right - 6  # of a column of figures
+    for name, texts in layout.figures.items():
+        right += 14 + max(style.text_width(text, LABEL_SIZE) for text in (*texts, name))
+        yield svg.Text(right, top - 6, name, 9, style.FAINT, "end")
+        yield from (svg.Text(right, layout.y(d) + base, texts[d], size, anchor="end") for d in shown)
 
 
 def _headline(step: StepTimeline) -> str:
-    stages, m, n = step.stages, step.micro_batches, len(step.devices)
+    stages, n = len({span.action.stage for span in step.spans}), len(step.devices)
+    m = len({span.action.micro_batch for span in step.spans})
     where = "" if stages == n else f" on {count_text(n, 'device')}"
     return f"{step.schedule}: {count_text(stages, 'stage')}{where}, {count_text(m, 'micro-batch', 'es')}"
 
 
 def _facts(step: StepTimeline) -> str:
-    facts = [f"{'simulated' if step.is_simulated else 'measured'} step {human_seconds(step.seconds)}"]
-    facts.append(f"mean bubble {percent(step.mean_bubble)}")
-    if step.away:
-        facts.append(f"{human_seconds(step.away)} between forward and backward left out")
-    return ", ".join(facts)
-
-
-def _device_labels(step: StepTimeline) -> list[str]:
-    return [f"device {d}: {name}" if name else f"device {d}" for d, name in enumerate(step.devices)]
-
-
-def _legend_entries(step: StepTimeline) -> list[LegendEntry]:
-    kinds = {span.action.kind for span in step.spans}
-    entries = [LegendEntry(f"{kind} {kind.words}", KIND_COLOURS[kind]) for kind in KIND_COLOURS if kind in kinds]
-    if any(span.receiving for span in step.spans):
-        entries.append(LegendEntry("receiving", RECEIVING_COLOUR))
-    return [*entries, LegendEntry("bubble", PAPER, border="#bbbbbb")]
+    away = f", {human_seconds(step.away)} between forward and backward left out" if step.away else ""
+    kind = "simulated" if step.is_simulated else "measured"
+    return f"{kind} step {human_seconds(step.seconds)}, mean bubble {percent(step.mean_bubble)}{away}"
 
 
 TIMELINE_FORMATS = ("svg", "json")
@@ -308,12 +343,12 @@ def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> 
 
         content = perfetto_text(source)
     else:
-        content = svg_of(draw_gantt(source.as_step(), title=title))
+        content = svg.svg_of(draw_gantt(source.as_step(), title=title))
     write_atomically(path, content.encode(), TIMELINE_FILE)
 
 
 def step_html(step: StepTimeline) -> str:
     """Formats a step for a notebook: the timeline, and the time and (of a simulation) memory of each device."""
-    table = device_table(step.devices, step.busy, step.bubble, step.memory, step.limits, *MEMORY_PARTS)
-    picture = notebook_picture(svg_of(draw_gantt(step)))
-    return notebook_view(_headline(step), _facts(step), picture, table.for_notebook())
+    table = device_table(step, *MEMORY_PARTS)
+    picture = svg.notebook_picture(svg.svg_of(draw_gantt(step)))
+    return svg.notebook_view(_headline(step), _facts(step), picture, table.for_notebook())

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.targets import InputOption, InputShape, describe_error
@@ -49,10 +49,23 @@ def parse_model_type(text: str) -> ModelType:
 def load_hugging_face_model(model_type: ModelType, kwargs: Mapping[str, Any]) -> nn.Module:
     """Makes a model in training mode, from its default configuration with these fields."""
     config = _config(model_type, kwargs)
-    name = _class_name(config)
-    try:
-        import transformers
+    import transformers
+    from transformers.models.auto import modeling_auto as known
 
+    tables = {  # the auto classes that make trainable models; many types have several
+        "AutoModelForSeq2SeqLM": known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        "AutoModelForSpeechSeq2Seq": known.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+        "AutoModelForMaskedLM": known.MODEL_FOR_MASKED_LM_MAPPING,
+        "AutoModelForCausalLM": known.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "AutoModelForImageClassification": known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    }
+    names = [name for name, table in tables.items() if type(config) in table]
+    if not getattr(config, "is_encoder_decoder", False):
+        names = [name for name in names if "Seq2Seq" not in name]
+    if getattr(config, "is_decoder", False):  # an encoder that is configured as a decoder
+        names = [name for name in names if name != "AutoModelForMaskedLM"]
+    name = next(iter(names), "AutoModel")
+    try:
         model: nn.Module = getattr(transformers, name).from_config(config)
     except Exception as error:
         raise ArgumentError(
@@ -63,8 +76,12 @@ def load_hugging_face_model(model_type: ModelType, kwargs: Mapping[str, Any]) ->
 
 def example_inputs(model: nn.Module, least_batch: int = 1) -> tuple[InputOption, ...]:
     """Returns named shapes for the model's inputs, with at least `least_batch` samples."""
-    config: Any = model.config
-    wanted, batch = _wanted_inputs(model), max(TEXT_BATCH, least_batch)
+    config, batch = cast(Any, model.config), max(TEXT_BATCH, least_batch)
+    wanted: list[Any] = [getattr(model, "main_input_name", "input_ids")]
+    if hasattr(config, "vision_config") and hasattr(config, "text_config"):
+        wanted = ["input_ids", "pixel_values"]
+    if getattr(config, "is_encoder_decoder", False):
+        wanted.append("decoder_input_ids")
     try:
         return tuple(InputOption(_input_shape(name, config, batch), name) for name in wanted)
     except (KeyError, AttributeError, TypeError):
@@ -110,37 +127,6 @@ def _config(model_type: ModelType, kwargs: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:
         raise ArgumentError(f"{model_type}: its configuration raised {describe_error(error)}") from error
-
-
-def _class_name(config: Any) -> str:
-    """Returns the auto class that makes the trainable model of a configuration; many types have several."""
-    from transformers.models.auto import modeling_auto as known
-
-    tables = {
-        "AutoModelForSeq2SeqLM": known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        "AutoModelForSpeechSeq2Seq": known.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-        "AutoModelForMaskedLM": known.MODEL_FOR_MASKED_LM_MAPPING,
-        "AutoModelForCausalLM": known.MODEL_FOR_CAUSAL_LM_MAPPING,
-        "AutoModelForImageClassification": known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-    }
-    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
-    names = list(tables)
-    if not is_encoder_decoder:
-        names = [name for name in names if "Seq2Seq" not in name]
-    if getattr(config, "is_decoder", False):  # an encoder that is configured as a decoder
-        names.remove("AutoModelForMaskedLM")
-    return next((name for name in names if type(config) in tables[name]), "AutoModel")
-
-
-def _wanted_inputs(model: Any) -> list[str]:
-    config = model.config
-    main = getattr(model, "main_input_name", "input_ids")
-    wanted = [main]
-    if hasattr(config, "vision_config") and hasattr(config, "text_config"):
-        wanted = ["input_ids", "pixel_values"]
-    if getattr(config, "is_encoder_decoder", False):
-        wanted.append("decoder_input_ids")
-    return wanted
 
 
 def _text_config(config: Any) -> Any:

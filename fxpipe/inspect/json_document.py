@@ -8,7 +8,7 @@ from typing import Any
 from fxpipe.inspect.step_summary import Outcome, StepSummary
 from fxpipe.inspect.targets import InputOption
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.plans.figures import StageFigures, plan_figures, size_figures
+from fxpipe.planning.plans.figures import plan_figures, size_figures
 from fxpipe.planning.tuning.candidates import Tuning
 from fxpipe.simulation import Simulation
 
@@ -147,6 +147,10 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     """
     figures = plan_figures(plan)
     names = "chunks micro_batches micro_batch estimated_for schedule checkpoint balance tracer fingerprint why guards"
+    stage_names = (
+        "index device nodes code forward_seconds backward_seconds loss_seconds parameter_bytes gradient_bytes "
+        "state_bytes activation_bytes sent_bytes memory_limit"
+    )
     sizes = map(size_figures, plan.at_sizes() if plan.sizes else ())
     return {
         **_values(plan, names),
@@ -155,7 +159,17 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "devices": list(plan.row_devices),
         "placement": [stage.rows[0] for stage in figures.stages],
         "replicas": list(plan.replicas),
-        "stages": [_stage_values(plan, stage) for stage in figures.stages],
+        "stages": [
+            {
+                **_values(own.stage, stage_names),
+                "flops": own.stage.flops.at(plan.here),
+                "checkpoint": own.mode,
+                "in_flight": own.in_flight,
+                "memory_bytes": own.memory_bytes,
+                "memory_formula": str(plan.memory(own.stage.index)),
+            }
+            for own in figures.stages
+        ],
         "portals": [
             _values(portal, "name source target bytes line") | {"formula": str(portal.size) if portal.size else ""}
             for portal in plan.portals
@@ -180,21 +194,6 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "step_seconds": figures.simulation.step_seconds,
             "parameter_bytes": sum(stage.parameter_bytes for stage in plan.stages),
         },
-    }
-
-
-def _stage_values(plan: Plan, figures: StageFigures) -> dict[str, Any]:
-    stage = figures.stage
-    names = (
-        "index device nodes code forward_seconds backward_seconds loss_seconds parameter_bytes gradient_bytes "
-        "state_bytes activation_bytes sent_bytes memory_limit"
-    )
-    return _values(stage, names) | {
-        "flops": stage.flops.at(plan.here),
-        "checkpoint": figures.mode,
-        "in_flight": figures.in_flight,
-        "memory_bytes": figures.memory_bytes,
-        "memory_formula": str(plan.memory(stage.index)),
     }
 
 

@@ -9,27 +9,12 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 from fxpipe.scheduling.actions import Action
-from fxpipe.simulation.timeline import (
-    MEMORY_PARTS,
-    HasTimeline,
-    MemoryTimeline,
-    Span,
-    StepTimeline,
-    TransferRecord,
-)
-from fxpipe.utils.files import write_atomically
+from fxpipe.simulation.timeline import MEMORY_PARTS, HasTimeline, Span, StepTimeline, TransferRecord
 
 PERFETTO_PROCESS = 1
-
-
-def write_perfetto(source: HasTimeline, path: str | Path) -> None:
-    """Writes a trace. Raises `FileError` if the file cannot be written."""
-    write_atomically(path, perfetto_text(source).encode(), "a trace")
 
 
 def perfetto_text(source: HasTimeline) -> str:
@@ -37,27 +22,27 @@ def perfetto_text(source: HasTimeline) -> str:
 
 
 def perfetto_trace(source: HasTimeline) -> dict[str, Any]:
-    step = source.as_step()
+    step, arrows = source.as_step(), tuple(source.arrows())
     at = {span.action: span for span in step.spans}
-    numbers = count(1)
-    arrows = tuple(source.arrows())
-    events = [*_name_events(step), *_action_events(step, arrows)]
-    for arrow in arrows:
-        events += _flow_events(arrow, at, next(numbers))
-    for d, memory in enumerate(step.memory):
-        events += _memory_events(d, memory)
+    process = f"fxpipe {step.schedule}{', simulated' if step.is_simulated else ''}"
+    events = [_metadata_event("process_name", 0, name=process)]
+    for d, device in enumerate(step.devices):
+        events.append(_metadata_event("thread_name", d, name=f"device {d}: {device}" if device else f"device {d}"))
+        events.append(_metadata_event("thread_sort_index", d, sort_index=d))
+    events += _action_events(step, arrows)
+    for number, arrow in enumerate(arrows, 1):
+        events += _flow_events(arrow, at, number)
+    for d, memory in enumerate(step.memory):  # the bytes of all parts that are ever nonzero; viewers stack them
+        held = [name for name in MEMORY_PARTS if any(getattr(parts, name) for _, parts in memory.steps)]
+        common = {"ph": "C", "name": f"memory of device {d}", "cat": "memory", "pid": PERFETTO_PROCESS, "tid": d}
+        for time, parts in memory.steps:
+            sizes = {name: getattr(parts, name) for name in held}
+            events.append({**common, "ts": round(time * 1e9) / 1e3, "args": sizes})
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {"schedule": step.schedule, "seconds": step.seconds, "seconds left out": step.away},
     }
-
-
-def _name_events(step: StepTimeline) -> Iterator[dict[str, Any]]:
-    yield _metadata_event("process_name", 0, name=f"fxpipe {step.schedule}{', simulated' if step.is_simulated else ''}")
-    for d, device in enumerate(step.devices):
-        yield _metadata_event("thread_name", d, name=f"device {d}: {device}" if device else f"device {d}")
-        yield _metadata_event("thread_sort_index", d, sort_index=d)
 
 
 def _metadata_event(what: str, device: int, **args: Any) -> dict[str, Any]:
@@ -70,7 +55,10 @@ def _action_events(step: StepTimeline, arrows: Sequence[TransferRecord]) -> Iter
     for arrow in arrows:
         received[arrow.user] += arrow.bytes
         sent[arrow.maker] += arrow.bytes
-    for span, waited in zip(step.spans, step.waited, strict=True):
+    ended = [0.0] * len(step.devices)
+    for span in step.spans:
+        waited = max(0.0, span.start - ended[span.device])
+        ended[span.device] = span.end
         action = span.action
         start, end = _nanoseconds(span)
         yield {
@@ -102,14 +90,6 @@ def _flow_events(arrow: TransferRecord, at: dict[Action, Span], number: int) -> 
     args = {**({"value": arrow.value} if arrow.value else {}), "bytes": arrow.bytes}
     yield {"ph": "s", **common, "tid": maker.device, "ts": max(start, end - 1) / 1e3, "args": args}
     yield {"ph": "f", "bp": "e", **common, "tid": user.device, "ts": _nanoseconds(user)[0] / 1e3, "args": args}
-
-
-def _memory_events(device: int, memory: MemoryTimeline) -> Iterator[dict[str, Any]]:
-    """Yields the bytes of all parts that are ever nonzero; viewers stack them."""
-    held = [name for name in MEMORY_PARTS if any(getattr(parts, name) for _, parts in memory.steps)]
-    common = {"ph": "C", "name": f"memory of device {device}", "cat": "memory", "pid": PERFETTO_PROCESS, "tid": device}
-    for time, parts in memory.steps:
-        yield {**common, "ts": round(time * 1e9) / 1e3, "args": {name: getattr(parts, name) for name in held}}
 
 
 def _nanoseconds(span: Span) -> tuple[int, int]:

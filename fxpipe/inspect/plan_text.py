@@ -5,25 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpipe.inspect.svg import escape_markup, notebook_note, notebook_view
-from fxpipe.inspect.table import (
-    Cell,
-    Column,
-    Table,
-    bytes_column,
-    code_column,
-    number_column,
-    seconds_column,
-    text_column,
-)
-from fxpipe.planning.plans.data import PlanData, PlannedSize, Portal, TiedParameter
-from fxpipe.planning.plans.figures import (
-    PlanFigures,
-    SizeFigures,
-    StageFigures,
-    limiting_node,
-    plan_figures,
-    size_figures,
-)
+from fxpipe.inspect.table import Cell, Column, Table, bytes_column, number_column, text_column
+from fxpipe.planning.plans.data import PlanData, Portal, TiedParameter
+from fxpipe.planning.plans.figures import SizeFigures, StageFigures, limiting_node, plan_figures, size_figures
 from fxpipe.utils.text_table import (
     EMPTY_CELL,
     MAX_LIST_LINES,
@@ -48,8 +32,8 @@ STAGE_COLUMNS: tuple[Column[StageFigures], ...] = (
     text_column("device", lambda row: row.stage.device),
     number_column("nodes", lambda row: len(row.stage.nodes)),
     bytes_column("parameters", lambda row: row.stage.parameter_bytes),
-    seconds_column("forward", lambda row: row.stage.forward_seconds),
-    seconds_column("backward", lambda row: row.stage.backward_seconds),
+    number_column("forward", lambda row: row.stage.forward_seconds, human_seconds),
+    number_column("backward", lambda row: row.stage.backward_seconds, human_seconds),
     number_column("in\nflight", lambda row: row.in_flight),
     bytes_column("memory", lambda row: row.memory_bytes, lambda row: row.stage.memory_limit),
     bytes_column("sends", lambda row: row.stage.sent_bytes or None),
@@ -57,13 +41,8 @@ STAGE_COLUMNS: tuple[Column[StageFigures], ...] = (
 )
 
 
-def _fits_cell(row: SizeFigures) -> Cell | None:
-    over = row.over_bytes
-    return None if over is None else Cell(f"over by {human_bytes(over)}" if over else "yes", over)
-
-
 SIZE_COLUMNS: tuple[Column[SizeFigures], ...] = (
-    seconds_column("step", lambda row: row.step_seconds),
+    number_column("step", lambda row: row.step_seconds, human_seconds),
     number_column("balance", lambda row: row.slowest_to_mean, "{:.2f}".format),
     number_column("slowest\nstage", lambda row: row.slowest),
     text_column(
@@ -71,7 +50,7 @@ SIZE_COLUMNS: tuple[Column[SizeFigures], ...] = (
     ),
     bytes_column("most memory", lambda row: row.memory_bytes),
     number_column("in\nstage", lambda row: row.fullest),
-    Column("fits", _fits_cell),
+    number_column("fits", lambda row: row.over_bytes, lambda over: f"over by {human_bytes(over)}" if over else "yes"),
 )
 
 
@@ -82,7 +61,7 @@ def sizes_table(plans: Sequence[PlanData]) -> Table[SizeFigures]:
         return number_column(name, lambda row: row.sizes[name])
 
     columns = (*(size_column(one.name) for one in plans[0].sizes), *SIZE_COLUMNS)
-    return Table(columns, [size_figures(plan) for plan in plans])
+    return Table(columns, list(map(size_figures, plans)))
 
 
 def sizes_text(plans: Sequence[PlanData]) -> str:
@@ -92,12 +71,12 @@ def sizes_text(plans: Sequence[PlanData]) -> str:
 
 # A row has the portals of one value, to one or more stages; bytes are per receiving stage.
 PORTAL_COLUMNS: tuple[Column[Sequence[Portal]], ...] = (
-    code_column("portal", lambda row: row[0].name),
+    text_column("portal", lambda row: row[0].name, is_code=True),
     number_column("from", lambda row: row[0].source),
     Column("to", lambda row: Cell(number_ranges(sorted(one.target for one in row)), min(one.target for one in row))),
     bytes_column("bytes", lambda row: row[0].bytes),
-    code_column("of b samples", lambda row: str(row[0].size) if row[0].size else None, is_left=False),
-    code_column("line", lambda row: shorten_source_line(row[0].line)),
+    text_column("of b samples", lambda row: row[0].size or None, is_left=False, is_code=True),
+    text_column("line", lambda row: shorten_source_line(row[0].line), is_code=True),
 )
 
 
@@ -108,7 +87,7 @@ def portals_table(portals: Sequence[Portal], most: int | None = None) -> tuple[T
         by_value.setdefault((portal.name, portal.source, portal.bytes), []).append(portal)
     rows, columns, left_out = list(by_value.values()), PORTAL_COLUMNS, ""
     if most is not None:
-        columns = (code_column("portal", lambda row: shorten_name(row[0].name)), *PORTAL_COLUMNS[1:])
+        columns = (text_column("portal", lambda row: shorten_name(row[0].name), is_code=True), *PORTAL_COLUMNS[1:])
     if most is not None and len(rows) > most:
         rows.sort(key=lambda same: -same[0].bytes)
         others = [portal for same in rows[most:] for portal in same]
@@ -125,8 +104,19 @@ def plan_text(plan: PlanData) -> str:
     if plan.portals:
         table, left_out = portals_table(plan.portals, MAX_TEXT_PORTALS)
         blocks.append("\n".join(filter(None, [str(table), left_out])))
-    lists = ["\n".join([name, *_list_items(lines)]) for name, lines in plan_lists(plan)]
-    return "\n\n".join([*blocks, *lists, _totals(plan, figures)])
+    for name, lines in plan_lists(plan):
+        items = [wrap_text(f"- {line}") for line in lines[:MAX_LIST_LINES]]
+        more = [f"- and {len(lines) - MAX_LIST_LINES} more"] if len(lines) > MAX_LIST_LINES else []
+        blocks.append("\n".join([name, *items, *more]))
+    parameters, step = human_bytes(sum(stage.parameter_bytes for stage in plan.stages)), figures.simulation
+    totals = (
+        f"balance {figures.slowest_to_mean:.2f} (slowest device / mean), bubble {percent(step.mean_bubble)} "
+        f"of device time, step {human_seconds(step.step_seconds)}, parameters {parameters}"
+    )
+    fit = step.fits
+    fits = str(fit) if {*fit} != {None} else ""
+    blocks.append("\n".join(wrap_text(line) for line in (totals, fits, step.host_note) if line))
+    return "\n\n".join(blocks)
 
 
 def plan_headline(plan: PlanData, *, always_counts_devices: bool = False) -> str:
@@ -157,43 +147,34 @@ def plan_facts(plan: PlanData) -> list[str]:
         hint = f"chunks={plan.chunks}, but the mini-batch has {count_text(plan.micro_batches, 'sample')}"
     elif plan.micro_batches == 1 and len(plan.row_devices) > 1 and plan.weight_versions(0) == 1:
         hint = "one micro-batch: the devices work one after another; larger mini-batches or chunks= let them overlap"
+    lines = [hint, plan_choices(plan), _replicas(plan)]
+    if plan.estimated_for:
+        lines.append(f"seconds are estimates for {plan.estimated_for}")
+    if compared := sorted(plan.bottlenecks, key=lambda bottleneck: bottleneck.balance != plan.balance):
+        used = " (used)" if len(compared) > 1 else ""
+        cuts = [
+            f'{human_seconds(one.seconds)} with cut "{one.balance}"{used if one.balance == plan.balance else ""}'
+            f"{'' if one.fits else ', which does not fit'}"
+            for one in compared
+        ]
+        lines.append(f"slowest stage: {', '.join(cuts)}")
+    versions = [plan.weight_versions(stage.index) for stage in plan.stages]
+    if max(versions) > 1:
+        lines.append(
+            f"versions of the weights, by stage: {', '.join(map(str, versions))}, as mini-batches stream through them "
+            "(train_stream); a step, as told here, is one of them in the steady state, with its update"
+        )
+    if (node := limiting_node(plan)) is not None:
+        share = min(1.0, node.seconds / plan.stages[node.stage].seconds)
+        lines.append(
+            f"heaviest node {shorten_name(node.name)}, {human_seconds(node.seconds)}, {100 * share:.0f} % of "
+            f"stage {node.stage}{_line_suffix(node.line)}: no cut makes the slowest stage faster than that"
+        )
     last = plan.stages[-1]
-    lines = [
-        hint,
-        plan_choices(plan),
-        _replicas(plan),
-        f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
-        f"slowest stage: {_bottlenecks(plan)}" if plan.bottlenecks else "",
-        _versions(plan),
-        _heaviest(plan),
-        f"loss {human_seconds(last.loss_seconds)} of each F of stage {last.index}, beside its forward"
-        if last.loss_seconds
-        else "",
-    ]
+    if last.loss_seconds:
+        loss = human_seconds(last.loss_seconds)
+        lines.append(f"loss {loss} of each F of stage {last.index}, beside its forward")
     return list(filter(None, lines))
-
-
-def _heaviest(plan: PlanData) -> str:
-    """Describes the heaviest node, if it bounds the balance."""
-    node = limiting_node(plan)
-    if node is None:
-        return ""
-    share = node.seconds / plan.stages[node.stage].seconds
-    return (
-        f"heaviest node {shorten_name(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of "
-        f"stage {node.stage}{_line_suffix(node.line)}: no cut makes the slowest stage faster than that"
-    )
-
-
-def _bottlenecks(plan: PlanData) -> str:
-    """Formats the slowest stage of each compared cut, the plan's cut first."""
-    compared = sorted(plan.bottlenecks, key=lambda bottleneck: bottleneck.balance != plan.balance)
-    used = [" (used)" if bottleneck.balance == plan.balance and len(compared) > 1 else "" for bottleneck in compared]
-    return ", ".join(
-        f'{human_seconds(bottleneck.seconds)} with cut "{bottleneck.balance}"{mark}'
-        + ("" if bottleneck.fits else ", which does not fit")
-        for bottleneck, mark in zip(compared, used, strict=True)
-    )
 
 
 def checkpoint_text(modes: str | Sequence[str]) -> str:
@@ -206,18 +187,6 @@ def checkpoint_text(modes: str | Sequence[str]) -> str:
         places = [j for j, one in enumerate(modes) if one == mode]
         where.append(f"{mode} in stage{'' if len(places) == 1 else 's'} {number_ranges(places)}")
     return f"{most} ({'; '.join(where)})" if where else most
-
-
-def _versions(plan: PlanData) -> str:
-    versions = [plan.weight_versions(stage.index) for stage in plan.stages]
-    if max(versions) == 1:
-        return ""
-    numbers = ", ".join(map(str, versions))
-    stream = "as mini-batches stream through them (train_stream)"
-    return (
-        f"versions of the weights, by stage: {numbers}, {stream}; a step, as told here, is one of them in the steady "
-        "state, with its update"
-    )
 
 
 def _replicas(plan: PlanData) -> str:
@@ -247,12 +216,17 @@ def _line_suffix(line: str) -> str:
 
 def plan_lists(plan: PlanData) -> list[tuple[str, tuple[str, ...]]]:
     """Returns named lists: sizes, formulas of memory, tied parameters, opaque modules, tracing, guards."""
+    sizes = tuple(
+        f"{one.name}, {', '.join(one.dims)}: {one.size} in these figures, may be {one.bounds}"
+        + (f"; memory limits are asked at {one.largest}" if one.largest > one.size else "")
+        for one in plan.sizes
+    )
     memory = tuple(f"stage {stage.index}: {plan.memory(stage.index)}" for stage in plan.stages)
     opaque = tuple(f"{module.name}{_line_suffix(module.line)}: {module.why}" for module in plan.whole)
     names = (name for m in plan.whole for name in (f"module {m.name!r}", f"method {m.name!r}", m.name))
     known = tuple(f"{name} is kept whole" for name in names)
     lists = (
-        ("sizes that differ from batch to batch", tuple(map(_size_line, plan.sizes))),
+        ("sizes that differ from batch to batch", sizes),
         ("memory in bytes, with micro-batches of b samples", memory),
         ("tied parameters", tuple(map(_tied_line, plan.tied))),
         ("modules and methods kept whole, each one node", opaque),
@@ -260,11 +234,6 @@ def plan_lists(plan: PlanData) -> list[tuple[str, tuple[str, ...]]]:
         ("holds where (asked once for each mini-batch)", plan.guards),
     )
     return [(name, lines) for name, lines in lists if lines]
-
-
-def _size_line(size: PlannedSize) -> str:
-    largest = f"; memory limits are asked at {size.largest}" if size.largest > size.size else ""
-    return f"{size.name}, {', '.join(size.dims)}: {size.size} in these figures, may be {size.bounds}{largest}"
 
 
 def _tied_line(tied: TiedParameter) -> str:
@@ -275,22 +244,6 @@ def _tied_line(tied: TiedParameter) -> str:
     stages = f"{', '.join(map(str, tied.stages[:-1]))} and {tied.stages[-1]}"
     others = "the other copies" if len(tied.stages) == 2 else "the others copy"
     return f"{names}, {human_bytes(tied.bytes)}, in stages {stages}: {others} it for each step"
-
-
-def _list_items(lines: Sequence[str]) -> list[str]:
-    items = [wrap_text(f"- {line}") for line in lines[:MAX_LIST_LINES]]
-    return items + ([f"- and {len(lines) - MAX_LIST_LINES} more"] if len(lines) > MAX_LIST_LINES else [])
-
-
-def _totals(plan: PlanData, figures: PlanFigures) -> str:
-    parameters, step = human_bytes(sum(stage.parameter_bytes for stage in plan.stages)), figures.simulation
-    totals = (
-        f"balance {figures.slowest_to_mean:.2f} (slowest device / mean), bubble {percent(step.mean_bubble)} "
-        f"of device time, step {human_seconds(step.step_seconds)}, parameters {parameters}"
-    )
-    fit = step.fits
-    fits = str(fit) if {*fit} != {None} else ""
-    return "\n".join(wrap_text(line) for line in (totals, fits, step.host_note) if line)
 
 
 def plan_html(plan: PlanData) -> str:

@@ -12,40 +12,11 @@ from pathlib import Path
 import fxpipe
 from fxpipe import __version__
 from fxpipe.errors import FxpipeError
+from fxpipe.inspect import plan_text, step_summary
 from fxpipe.inspect.gantt import draw_gantt
-from fxpipe.inspect.plan_text import (
-    STAGE_COLUMNS,
-    plan_choices,
-    plan_facts,
-    plan_headline,
-    plan_lists,
-    portals_table,
-    sizes_table,
-)
-from fxpipe.inspect.scene import Scene
 from fxpipe.inspect.stage_graph import draw_stage_graph
-from fxpipe.inspect.step_summary import (
-    Outcome,
-    critical_path_text,
-    outcome_of,
-    run_columns,
-    schedule_outcomes,
-    schedules_table,
-    summarize_step,
-    sweep_table,
-    with_speedups,
-)
-from fxpipe.inspect.svg import escape_markup, html_page, list_markup, svg_of
-from fxpipe.inspect.table import (
-    Cell,
-    Column,
-    DeviceFigures,
-    Table,
-    bytes_column,
-    device_table,
-    number_column,
-    text_column,
-)
+from fxpipe.inspect.svg import Scene, escape_markup, html_page, list_markup, svg_of
+from fxpipe.inspect.table import Cell, Column, Table, bytes_column, device_table, number_column, text_column
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.figures import StageFigures, plan_figures
 from fxpipe.simulation import Simulation
@@ -57,7 +28,7 @@ from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, 
 REPORT_FILE = "a report"
 
 
-def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequence[Plan] = ()) -> None:
+def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequence[step_summary.Outcome] = ()) -> None:
     """Writes a report of the plan: one HTML page with all tables and pictures, and a slider for micro-batches.
 
         save_report(plan, "report.html", title="U-Net on four devices")
@@ -65,7 +36,7 @@ def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequenc
     Args:
         path: ends in `.html`.
         title: page title, such as the model's name.
-        sweep: plans of the same model for other numbers of devices, for comparison.
+        sweep: steps of the same model on other numbers of devices, for comparison.
 
     Raises:
         ArgumentError: the path has another suffix.
@@ -75,17 +46,26 @@ def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequenc
     write_atomically(path, report_page(plan, title=title, sweep=sweep).encode(), REPORT_FILE)
 
 
-def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> str:
+def report_page(plan: Plan, *, title: str = "", sweep: Sequence[step_summary.Outcome] = ()) -> str:
+    code = (
+        f"<details>\n<summary>Stage {stage.index}"
+        f"<small>{escape_markup(f'{stage.device}, ' + count_text(len(stage.nodes), 'node'))}</small></summary>\n"
+        f'<pre tabindex="0"><code>{escape_markup(stage.code)}</code></pre>\n</details>'
+        for stage in plan.stages
+    )
+    sizes = plan_text.sizes_table(plan.at_sizes()).for_report("other sizes") if plan.sizes else ""
+    schedules = step_summary.schedules_table(step_summary.schedule_outcomes(plan))
+    devices = step_summary.sweep_table(sweep).for_report("numbers of devices") if sweep else ""
     sections = (
         ("step", "A step", steps_section(plan)),
         ("stages", "Stages", stages_section(plan)),
         ("graph", "Graph", _figure("graph", draw_stage_graph(plan))),
         ("portals", "Portals", portals_section(plan)),
         ("facts", "Balance, memory and tracing", facts_section(plan)),
-        ("sizes", "Other sizes", sizes_table(plan.at_sizes()).for_report("other sizes") if plan.sizes else ""),
-        ("schedules", "Schedules", schedules_table(schedule_outcomes(plan)).for_report("schedules")),
-        ("devices", "Numbers of devices", sweep_section(sweep)),
-        ("code", "Code of the stages", _code_section(plan)),
+        ("sizes", "Other sizes", sizes),
+        ("schedules", "Schedules", schedules.for_report("schedules")),
+        ("devices", "Numbers of devices", devices),
+        ("code", "Code of the stages", "\n".join(code)),
     )
     heading = escape_markup(title or count_text(len(plan.stages), "stage"))
     links = "\n".join(f'<a href="#{name}">{label}</a>' for name, label, body in sections if body)
@@ -96,7 +76,7 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> s
     footer = f"Written by fxpipe {__version__}. Seconds of nodes are {source}; steps are simulated."
     content = f"""<header>
 <h1>{heading}</h1>
-<p class="lead">{escape_markup(f"{plan_headline(plan)}, {plan_choices(plan)}")}</p>
+<p class="lead">{escape_markup(f"{plan_text.plan_headline(plan)}, {plan_text.plan_choices(plan)}")}</p>
 <nav aria-label="sections">
 {links}
 </nav>
@@ -106,11 +86,8 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> s
 </main>
 <footer>{escape_markup(footer)}</footer>"""
     title = f"{title or count_text(len(plan.stages), 'stage')}: pipeline"
-    return html_page(title, _read_resource("page.css"), content, _read_resource("page.js"))
-
-
-def _read_resource(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    return html_page(title, style, content, script)
 
 
 def _figure(label: str, scene: Scene) -> str:
@@ -166,19 +143,16 @@ def steps_section(plan: Plan) -> str:
         f'autocomplete="off">\n<output for="chunks">{labels[own]}</output>\n</div>'
     )
 
-    def chunks_of(row: Outcome) -> int:
-        return row.run.micro_batches if row.run else 0
-
-    def chunks_cell(row: Outcome) -> Cell:
-        chunks = chunks_of(row)
+    def chunks_cell(row: step_summary.Outcome) -> Cell:
+        chunks = row.run.micro_batches if row.run else 0
         return Cell(str(chunks), chunks, "the plan's" if chunks == plan.micro_batches else "")
 
-    runs = [summarize_step(simulation, plan) for simulation in variants.values()]
-    rows = [Outcome(run.schedule, len(plan.row_devices), run) for run in runs]
-    columns: list[Column[Outcome]] = [
+    runs = [step_summary.summarize_step(simulation, plan) for simulation in variants.values()]
+    rows = [step_summary.Outcome(run.schedule, len(plan.row_devices), run) for run in runs]
+    columns: list[Column[step_summary.Outcome]] = [
         Column("micro-batches", chunks_cell),
-        number_column("samples in one", lambda row: samples[chunks_of(row)]),
-        *run_columns(rows),
+        number_column("samples in one", lambda row: samples[row.run.micro_batches] if row.run else None),
+        *step_summary.run_columns(rows),
     ]
     overview = Table(columns, rows).for_report("micro-batches")
     return "\n".join([slider, *parts, "<h3>Numbers of micro-batches compared</h3>", overview])
@@ -186,68 +160,61 @@ def steps_section(plan: Plan) -> str:
 
 def _step_part(plan: Plan, simulation: Simulation) -> str:
     names = [f"{d}: {name}".removesuffix(": ") for d, name in enumerate(simulation.devices)]
+    table = device_table(simulation)
+    stages = [[str(j) for j, rows in enumerate(plan.stage_rows) if row.index in rows] for row in table.rows]
+    columns = [*table.columns]
+    columns.insert(2, text_column("stages", lambda row: ", ".join(stages[row.index])))
+    devices = replace(table, columns=columns)
     parts = [
         _step_figures(plan, simulation),
         _figure("timeline", draw_gantt(simulation.as_step())),
-        _note(f"The critical path, which decides how long the step is: {critical_path_text(simulation)}."),
+        _note(f"The critical path, which decides how long the step is: {step_summary.critical_path_text(simulation)}."),
         _note(f"The step is {simulation.host_note}.") if simulation.host_note else "",
         "<h3>Devices</h3>",
-        _devices_table(plan, simulation).for_report("devices"),
+        devices.for_report("devices"),
     ]
     if simulation.sent:
-        columns: list[Column[tuple[tuple[int, int], float]]] = [
+        links: list[Column[tuple[tuple[int, int], float]]] = [
             Column("from", lambda row: Cell(names[row[0][0]], row[0][0])),
             Column("to", lambda row: Cell(names[row[0][1]], row[0][1])),
             bytes_column("bytes", lambda row: row[1]),
         ]
-        table = Table(columns, [row for row in simulation.sent.items() if row[1]])
-        parts += ["<h3>Sent in a step</h3>", table.for_report("links")]
+        sent = Table(links, [row for row in simulation.sent.items() if row[1]])
+        parts += ["<h3>Sent in a step</h3>", sent.for_report("links")]
     return "\n".join(parts)
 
 
-def _devices_table(plan: Plan, simulation: Simulation) -> Table[DeviceFigures]:
-    def stages(row: DeviceFigures) -> str:
-        return ", ".join(str(j) for j, rows in enumerate(plan.stage_rows) if row.index in rows)
-
-    table = device_table(simulation.devices, simulation.busy, simulation.bubble, simulation.memory, simulation.limits)
-    return replace(table, columns=[*table.columns[:2], text_column("stages", stages), *table.columns[2:]])
-
-
 def _step_figures(plan: Plan, simulation: Simulation) -> str:
-    run = summarize_step(simulation, plan)
+    run = step_summary.summarize_step(simulation, plan)
     step, samples = run.step_seconds, simulation.samples
     rate = f"{three_digits(samples / step)} samples a second" if samples and step else ""
     update = f"{human_seconds(simulation.update_seconds)} of updates after it" if simulation.update_seconds else ""
-    of_limit = "" if run.limit_bytes is None else f"of {human_bytes(run.limit_bytes)}, "
+    limit = "" if run.limit_bytes is None else f"of {human_bytes(run.limit_bytes)}"
     parameters = sum(stage.parameter_bytes for stage in plan.stages)
-    portals = "value that skips stages" if len(plan.portals) == 1 else "values that skip stages"
     entries = [
-        (
-            "Step" if simulation.steady is None else "Mini-batch of a stream",
-            human_seconds(step),
-            ", ".join(filter(None, (rate, update))),
-        ),
-        ("Bubble", percent(run.bubble), "of device time"),
-        ("Most memory", human_bytes(run.peak_bytes), f"{of_limit}device {run.device}"),
-        ("Parameters", human_bytes(parameters), f"in {count_text(len(plan.stages), 'stage')}"),
-        *([("Portals", str(len(plan.portals)), portals)] if plan.portals else []),
+        ("Step" if simulation.steady is None else "Mini-batch of a stream", human_seconds(step), "", (rate, update)),
+        ("Bubble", percent(run.bubble), "", ("of device time",)),
+        ("Most memory", human_bytes(run.peak_bytes), "warn" if run.over_bytes else "", (limit, f"device {run.device}")),
+        ("Parameters", human_bytes(parameters), "", (f"in {count_text(len(plan.stages), 'stage')}",)),
     ]
-    lines = []
-    for name, value, note in entries:
-        warned = ' class="warn"' if name == "Most memory" and run.over_bytes else ""
-        lines.append(f"<div><dt>{name}</dt><dd{warned}>{value}<small>{escape_markup(note)}</small></dd></div>")
-    return "\n".join(['<dl class="facts">', *lines, "</dl>"])
+    if plan.portals:
+        skips = "value that skips stages" if len(plan.portals) == 1 else "values that skip stages"
+        entries.append(("Portals", str(len(plan.portals)), "", (skips,)))
+    lines = ['<dl class="facts">']
+    for name, value, style, notes in entries:
+        mark, note = f' class="{style}"' if style else "", escape_markup(", ".join(filter(None, notes)))
+        lines.append(f"<div><dt>{name}</dt><dd{mark}>{value}<small>{note}</small></dd></div>")
+    return "\n".join([*lines, "</dl>"])
 
 
 REPORT_STAGE_COLUMNS: tuple[Column[StageFigures], ...] = (
-    STAGE_COLUMNS[0],
+    plan_text.STAGE_COLUMNS[0],
     Column("device", lambda row: Cell(f"{number_ranges(row.rows)}: {' '.join(row.devices)}", row.rows[0])),
-    Column("nodes", lambda row: Cell(str(len(row.stage.nodes)), len(row.stage.nodes))),
-    *STAGE_COLUMNS[3:6],
+    *plan_text.STAGE_COLUMNS[2:6],
     Column("both", lambda row: Cell(human_seconds(row.stage.seconds), row.stage.seconds, is_marked=row.is_slowest)),
     number_column("GFLOP", lambda row: row.flops / 1e9, three_digits),
     text_column("checkpoint", lambda row: row.mode),
-    *STAGE_COLUMNS[6:],
+    *plan_text.STAGE_COLUMNS[6:],
 )
 
 
@@ -262,16 +229,7 @@ def portals_section(plan: Plan) -> str:
     total, many = human_bytes(sum(portal.bytes for portal in plan.portals)), count_text(len(plan.portals), "value")
     skips, goes, it_is = ("skips", "goes", "it is") if len(plan.portals) == 1 else ("skip", "go", "they are")
     note = _note(f"{many} {skips} stages: {total} of each micro-batch {goes} straight to where {it_is} used.")
-    return note + portals_table(plan.portals)[0].for_report("portals")
-
-
-def sweep_section(plans: Sequence[Plan]) -> str:
-    if not plans:
-        return ""
-    rows = [outcome_of(len(plan.row_devices), plan.schedule, plan) for plan in plans]
-    rows.sort(key=lambda row: row.devices)
-    first = rows[0].run
-    return sweep_table(with_speedups(rows, first.step_seconds) if first else rows).for_report("numbers of devices")
+    return note + plan_text.portals_table(plan.portals)[0].for_report("portals")
 
 
 def facts_section(plan: Plan) -> str:
@@ -281,15 +239,6 @@ def facts_section(plan: Plan) -> str:
         f"stage {slowest.index} is the slowest: {human_seconds(slowest.seconds)} for each micro-batch; the slowest "
         f"device takes {ratio:.2f} times the mean device"
     )
-    parts = [list_markup([first, *plan_facts(plan)])]
-    parts += [f"<h3>{escape_markup(name)}</h3>\n{list_markup(lines)}" for name, lines in plan_lists(plan)]
+    parts = [list_markup([first, *plan_text.plan_facts(plan)])]
+    parts += [f"<h3>{escape_markup(name)}</h3>\n{list_markup(lines)}" for name, lines in plan_text.plan_lists(plan)]
     return "\n".join(parts)
-
-
-def _code_section(plan: Plan) -> str:
-    return "\n".join(
-        f"<details>\n<summary>Stage {stage.index}"
-        f"<small>{escape_markup(f'{stage.device}, ' + count_text(len(stage.nodes), 'node'))}</small></summary>\n"
-        f'<pre tabindex="0"><code>{escape_markup(stage.code)}</code></pre>\n</details>'
-        for stage in plan.stages
-    )

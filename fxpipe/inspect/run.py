@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,44 +17,13 @@ from torch import nn
 import fxpipe
 from fxpipe._torch.error_messages import allocator_error, requested_bytes
 from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, TooManyStagesError
-from fxpipe.inspect.cli_options import (
-    OUTPUT_NAMES,
-    Request,
-    check_outputs,
-    devices_of_option,
-    dynamic_shapes_of,
-    first_devices,
-    most_devices,
-)
+from fxpipe.inspect import cli_options, step_summary, targets
 from fxpipe.inspect.gantt import save_timeline
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
 from fxpipe.inspect.json_document import Findings, findings_document
 from fxpipe.inspect.plan_text import plan_text
 from fxpipe.inspect.report import save_report
 from fxpipe.inspect.stage_graph import save_graph
-from fxpipe.inspect.step_summary import (
-    USUAL_DEVICES,
-    Outcome,
-    compare_schedules,
-    counts_up_to,
-    device_text,
-    one_device_text,
-    packets_text,
-    step_text,
-    summaries_text,
-    sweep_devices,
-    sweep_text,
-    timeline_text,
-)
-from fxpipe.inspect.targets import (
-    InputOption,
-    ModelArguments,
-    call_target,
-    describe_error,
-    load_model,
-    load_target,
-    make_arguments,
-)
 from fxpipe.inspect.tuning_text import tuning_text
 from fxpipe.planning import entry, passes
 from fxpipe.planning.cost_model import planned_workers
@@ -67,6 +36,7 @@ from fxpipe.planning.tuning.candidates import Tuning
 from fxpipe.profiling.loss_cost import LOSS_NOTE, PlannedLoss
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_error
+from fxpipe.utils.files import check_output_path
 from fxpipe.utils.text_table import wrap_text
 from fxpipe.utils.units import count_text, human_bytes, size_at_least, with_article
 
@@ -77,12 +47,12 @@ PROFILE_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     model: nn.Module
-    arguments: ModelArguments
-    drawn: tuple[InputOption, ...]  # random inputs, if none were given
+    arguments: targets.ModelArguments
+    drawn: tuple[targets.InputOption, ...]  # random inputs, if none were given
     loss: PlannedLoss | None  # None: not given
 
 
-def load_requested_model(request: Request) -> LoadedModel:
+def load_requested_model(request: cli_options.Request) -> LoadedModel:
     """Loads the model, in the requested mode, with its inputs and its loss."""
     assert not isinstance(request.target, Path)
     is_shipped = isinstance(request.target, ModelType)
@@ -90,40 +60,36 @@ def load_requested_model(request: Request) -> LoadedModel:
         if isinstance(request.target, ModelType):
             model = load_hugging_face_model(request.target, request.kwargs)
         else:
-            model = load_model(request.target, request.kwargs)
+            model = targets.load_model(request.target, request.kwargs)
     if request.eval:
         model.eval()
-    drawn: tuple[InputOption, ...] = ()
+    drawn: tuple[targets.InputOption, ...] = ()
     if is_shipped and not request.inputs:
         drawn = example_inputs(model, request.options.get("chunks", 1))
     below = vocabulary_size(model) if is_shipped else 2
-    arguments = make_arguments(request.inputs or drawn, integers_below=below, on_meta=request.meta)
-    return LoadedModel(model, arguments, drawn, _load_loss(request))
-
-
-def _load_loss(request: Request) -> PlannedLoss | None:
+    arguments = targets.make_arguments(request.inputs or drawn, integers_below=below, on_meta=request.meta)
     if request.loss is None:
-        return None
-    value = load_target(request.loss)
-    loss_fn = call_target(request.loss) if isinstance(value, type) else value
+        return LoadedModel(model, arguments, drawn, None)
+    value = targets.load_target(request.loss)
+    loss_fn = targets.call_target(request.loss) if isinstance(value, type) else value
     if not callable(loss_fn):
         kind = with_article(loss_fn)
         raise ArgumentError(f"--loss {request.loss} is {kind}, not a function (output, target) -> loss")
-    if request.loss_target is None:
-        return PlannedLoss(loss_fn)
-    target = make_arguments([request.loss_target], on_meta=request.meta)
-    if target.kwargs or len(target.args) != 1:
-        raise ArgumentError(f"--target {request.loss_target}: expected one value, without a name")
-    return PlannedLoss(loss_fn, target.args)
+    target = targets.ModelArguments((), {})
+    if request.loss_target is not None:
+        target = targets.make_arguments([request.loss_target], on_meta=request.meta)
+        if target.kwargs or len(target.args) != 1:
+            raise ArgumentError(f"--target {request.loss_target}: expected one value, without a name")
+    return LoadedModel(model, arguments, drawn, PlannedLoss(loss_fn, target.args))
 
 
-def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
+def settings_for(request: cli_options.Request, devices: tuple[str, ...], **others: Any) -> Settings:
     """Makes the settings of a request for these devices, as `fxpipe.plan` would; `others` override its options."""
     options = {
         "devices": devices,
         "stages_per_device": request.stages_per_device,
         "profile_budget": PROFILE_SECONDS,
-        **({"dynamic_shapes": dynamic_shapes_of(request.dynamic)} if request.dynamic else {}),
+        **({"dynamic_shapes": cli_options.dynamic_shapes_of(request.dynamic)} if request.dynamic else {}),
         **request.options,
     }
     return make_settings(options | others, anywhere="hardware" in request.options)
@@ -137,8 +103,16 @@ def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledMod
         raise
     except Exception as error:
         if LOSS_NOTE in getattr(error, "__notes__", ()):
-            raise ArgumentError(f"--loss raised {describe_error(error)} on the model's output") from error
-        _raise_if_model_fails(loaded.model, arguments)
+            raise ArgumentError(f"--loss raised {targets.describe_error(error)} on the model's output") from error
+        try:  # the plain model, to distinguish its exceptions from a bug in fxpipe
+            loaded.model(*arguments.args, **arguments.kwargs)
+        except Exception as own:
+            line = line_of_error(own)
+            place = "" if line == UNKNOWN_LINE else f" ({line})"
+            advice = inputs_advice(loaded.model, arguments)
+            if names_without_values(loaded.model):
+                advice += "; if forward reads values there, leave --meta out (fewer layers take less memory)"
+            raise ArgumentError(f"the model raises {targets.describe_error(own)}{place} {advice}") from own
         raise
 
 
@@ -149,20 +123,7 @@ def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: 
     return entry.prepare_with_choices(passes.profile_again(profiled, *inputs, settings), *inputs, settings).plan
 
 
-def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
-    """Runs the plain model, to distinguish its exceptions from a bug in fxpipe."""
-    try:
-        model(*arguments.args, **arguments.kwargs)
-    except Exception as error:
-        line = line_of_error(error)
-        place = "" if line == UNKNOWN_LINE else f" ({line})"
-        circumstance = inputs_advice(model, arguments)
-        if names_without_values(model):
-            circumstance += "; if forward reads values there, leave --meta out (fewer layers take less memory)"
-        raise ArgumentError(f"the model raises {describe_error(error)}{place} {circumstance}") from error
-
-
-def inputs_advice(model: nn.Module, arguments: ModelArguments) -> str:
+def inputs_advice(model: nn.Module, arguments: targets.ModelArguments) -> str:
     """Describes the inputs with which a model failed and, if it takes others, how to pass them."""
     circumstance = "on these inputs" if arguments.args or arguments.kwargs else "without inputs"
     signature = inspect.signature(model.forward)
@@ -178,11 +139,28 @@ def inputs_advice(model: nn.Module, arguments: ModelArguments) -> str:
     return circumstance if arguments.args or arguments.kwargs else f"{circumstance}; give them with --input"
 
 
-@contextlib.contextmanager
-def explaining_memory_shortage(request: Request) -> Iterator[None]:
-    """Raises `ArgumentError` with a remedy if memory runs out in the block, unless the model is on the meta device."""
+def run_request(request: cli_options.Request) -> Findings:
+    """Runs a request. Checks output files first, so that a mistake shows immediately."""
+    taken: dict[Path, str] = {}
+    for option, path in request.outputs.items():
+        other = taken.setdefault(path.resolve(), option)
+        if other != option:
+            raise ArgumentError(f"--{option} {path}: --{other} is to be written there; give another path")
+        name, formats = cli_options.OUTPUTS[option]
+        check_output_path(path, formats, f"--{option}: {name}")
+    if isinstance(request.target, Path):
+        try:
+            plan = Plan.load(request.target)
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise ArgumentError(f"{request.target}: cannot be read: {why}") from None
+        if not request.tune:
+            return _inspect_plan(vary_plan(plan, **request.options), request)
+        options = _tune_options(request)  # its stages stay
+        devices = {name: options.pop(name, None) for name in ("hardware", "data_parallel", "mesh", "processes")}
+        return _inspect_tuning(fxpipe.tune(vary_plan(plan, **devices), **options), request)
     try:
-        yield
+        return _inspect_model(request)
     except Exception as error:
         cause = None if request.meta else allocator_error(error)
         if cause is None:
@@ -195,28 +173,8 @@ def explaining_memory_shortage(request: Request) -> Iterator[None]:
         ) from error
 
 
-def run_request(request: Request) -> Findings:
-    """Runs a request. Checks output files first, so that a mistake shows immediately."""
-    check_outputs(request.outputs)
-    if isinstance(request.target, Path) and request.tune:
-        return _inspect_tuning(_tune_plan(load_plan(request.target), request), request)
-    if isinstance(request.target, Path):
-        return _inspect_plan(vary_plan(load_plan(request.target), **request.options), request)
-    with explaining_memory_shortage(request):
-        return _inspect_model(request)
-
-
-def load_plan(path: Path) -> Plan:
-    """Loads a saved plan. Raises `ArgumentError` if the file cannot be read, or is not a plan."""
-    try:
-        return Plan.load(path)
-    except OSError as error:
-        why = error.strerror or type(error).__name__
-        raise ArgumentError(f"{path}: cannot be read: {why}") from None
-
-
-def _inspect_model(request: Request) -> Findings:
-    devices = devices_of_option(request.devices, request.options.get("hardware"))
+def _inspect_model(request: cli_options.Request) -> Findings:
+    devices = cli_options.devices_of_option(request.devices, request.options.get("hardware"))
     settings = settings_for(request, devices)
     if not request.chooses_replicas:
         _check_code_stage(request, len(settings.placement))
@@ -227,8 +185,15 @@ def _inspect_model(request: Request) -> Findings:
     try:
         plan = plan_profiled_model(loaded, profiled, settings)
     except MemoryLimitError as error:
-        if not request.sweep or request.needs_plan:
-            raise _with_least_limit(error, settings) from None
+        needs_plan = request.json or request.code is not None or request.outputs
+        if not request.sweep or needs_plan:
+            limits = [worker.memory for worker in planned_workers(settings) if worker.memory is not None]
+            if not (error.over and limits):
+                raise
+            most = max(settings.placement.count(k) for k in settings.placement)  # stages of a device share its memory
+            least = size_at_least(max(limits) + most * error.over)
+            brief = f"{error.brief} The least limit that would do: --memory-limit {least}."
+            raise MemoryLimitError(str(error), brief, error.over) from None
         findings = Findings(str(request.target))
     except TooManyStagesError as error:
         remedy = error.remedy or f"--devices {error.most} or fewer"
@@ -239,25 +204,25 @@ def _inspect_model(request: Request) -> Findings:
     return replace(findings, drawn=loaded.drawn, sweep=rows)
 
 
-def _inspect_plan(plan: Plan, request: Request) -> Findings:
+def _inspect_plan(plan: Plan, request: cli_options.Request) -> Findings:
     _check_code_stage(request, len(plan.stages))
     plan = _at_sizes(plan, request)
-    return Findings(str(request.target), plan, fxpipe.simulate(plan), compare_schedules(plan))
+    return Findings(str(request.target), plan, fxpipe.simulate(plan), step_summary.compare_schedules(plan))
 
 
-def _at_sizes(plan: Plan, request: Request) -> Plan:
+def _at_sizes(plan: Plan, request: cli_options.Request) -> Plan:
     try:
         return plan.at(**request.sizes) if request.sizes else plan
     except ArgumentError as error:
         raise ArgumentError(f"--sizes: {error}") from None
 
 
-def _inspect_tuning(tuning: Tuning, request: Request) -> Findings:
+def _inspect_tuning(tuning: Tuning, request: cli_options.Request) -> Findings:
     assert tuning.best.plan is not None
     return replace(_inspect_plan(tuning.best.plan, request), tuning=tuning)
 
 
-def _tune_model(request: Request, loaded: LoadedModel, devices: tuple[str, ...]) -> Tuning:
+def _tune_model(request: cli_options.Request, loaded: LoadedModel, devices: tuple[str, ...]) -> Tuning:
     """Tunes a model; options that the user has set stay fixed."""
     balance = request.options.get("balance", "auto")
     if "pin" in request.options or not isinstance(balance, str):
@@ -275,19 +240,12 @@ def _tune_model(request: Request, loaded: LoadedModel, devices: tuple[str, ...])
         example_kwargs=loaded.arguments.kwargs,
         stages_per_device=None if request.stages_per_device is None else [request.stages_per_device],
         **({} if loaded.loss is None else loaded.loss.arguments()),
-        dynamic_shapes=dynamic_shapes_of(request.dynamic) or None,
+        dynamic_shapes=cli_options.dynamic_shapes_of(request.dynamic) or None,
         **options,
     )
 
 
-def _tune_plan(plan: Plan, request: Request) -> Tuning:
-    """Tunes a plan without changing its stages."""
-    options = _tune_options(request)
-    devices = {name: options.pop(name, None) for name in ("hardware", "data_parallel", "mesh", "processes")}
-    return fxpipe.tune(vary_plan(plan, **devices), **options)
-
-
-def _tune_options(request: Request) -> dict[str, Any]:
+def _tune_options(request: cli_options.Request) -> dict[str, Any]:
     """Returns the options of `fxpipe.tune`; each searched option that the user has set has one candidate."""
     options = dict(request.options)
     for name, searched in (("schedule", "schedules"), ("chunks", "chunks"), ("checkpoint", "checkpoint")):
@@ -297,108 +255,81 @@ def _tune_options(request: Request) -> dict[str, Any]:
     return options
 
 
-def _check_code_stage(request: Request, stages: int) -> None:
+def _check_code_stage(request: cli_options.Request, stages: int) -> None:
     """Raises `ArgumentError` if the code of a nonexistent stage is requested."""
     if request.code is not None and not 0 <= request.code < stages:
         raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {stages - 1}")
 
 
-def _with_least_limit(error: MemoryLimitError, settings: Settings) -> MemoryLimitError:
-    """Returns the error with the least memory limit of a device that would allow a cut."""
-    limits = [worker.memory for worker in planned_workers(settings) if worker.memory is not None]
-    if not (error.over and limits):
-        return error
-    most = max(settings.placement.count(k) for k in settings.placement)  # stages of a device share its memory
-    least = f"The least limit that would do: --memory-limit {size_at_least(max(limits) + most * error.over)}."
-    return MemoryLimitError(str(error), f"{error.brief} {least}", error.over)
-
-
 def _sweep_rows(
-    request: Request, loaded: LoadedModel, profiled: ProfiledModel, devices: tuple[str, ...]
-) -> tuple[Outcome, ...]:
+    request: cli_options.Request, loaded: LoadedModel, profiled: ProfiledModel, devices: tuple[str, ...]
+) -> tuple[step_summary.Outcome, ...]:
     hardware = request.options.get("hardware")
 
     def plan_for(count: int, schedule: str) -> Plan:
-        settings = settings_for(request, first_devices(devices, count, hardware), schedule=schedule)
+        settings = settings_for(request, cli_options.first_devices(devices, count, hardware), schedule=schedule)
         return _at_sizes(plan_profiled_model(loaded, profiled, settings), request)
 
     own = request.options.get("schedule", "1f1b")
     schedules = (own, *(name for name in COMPARED_SCHEDULES if name != own))
-    most = most_devices(devices, USUAL_DEVICES, hardware) if request.devices is None else len(devices)
-    counts = counts_up_to(most, len(devices))
-    return tuple(sweep_devices(counts, schedules, plan_for))
+    most = len(devices)
+    if request.devices is None:
+        most = cli_options.most_devices(devices, step_summary.USUAL_DEVICES, hardware)
+    counts = sorted({*(2**power for power in range(most.bit_length())), len(devices)})  # 1, 2, 4 ... and as requested
+    return tuple(step_summary.sweep_devices(counts, schedules, plan_for))
 
 
 # -- The output: findings as text, as JSON and in files ---------------------------------------------------------------
 
 
-def output_text(findings: Findings, request: Request) -> str:
+def output_text(findings: Findings, request: cli_options.Request) -> str:
     """Formats the printed output: the requested results or, by default, the plan and its step."""
     if request.code is not None:
         assert findings.plan is not None
         return findings.plan.stages[request.code].code
     if request.json:
         return json.dumps(findings_document(findings), indent=2)
-    answers = _answer_texts(findings, request)
-    shows_plan = not answers or (request.chooses_replicas and not request.tune)  # by an implicit tuning
-    plan = _plan_texts(findings) if shows_plan else []
-    return "\n\n".join([*_drawn_inputs_note(findings), *answers, *plan])
+    texts = []
+    if findings.drawn:
+        inputs = ", ".join(map(str, findings.drawn))
+        texts.append(wrap_text(f"inputs {inputs}, drawn; give others with --input"))
+    if findings.sweep:
+        texts.append(step_summary.sweep_text(findings.sweep))
+    if findings.tuning is not None:
+        texts.append(tuning_text(findings.tuning, is_whole=request.all, remaining="--all shows"))
+        texts.append(step_summary.one_device_text(findings.tuning))
+    is_tuning_implicit = request.chooses_replicas and not request.tune
+    if is_tuning_implicit or (not findings.sweep and findings.tuning is None):
+        assert findings.plan is not None
+        assert findings.simulation is not None
+        texts += [
+            plan_text(findings.plan),
+            step_summary.step_text(findings.simulation, findings.plan),
+            step_summary.timeline_text(findings.simulation),
+            step_summary.device_text(findings.simulation),
+            step_summary.packets_text(findings.plan),
+            findings.plan.compare_sizes() if findings.plan.sizes else "",
+            step_summary.summaries_text(findings.schedules) if len(findings.schedules) > 1 else "",
+        ]
+    return "\n\n".join(filter(None, texts))
 
 
 def write_outputs(findings: Findings, outputs: Mapping[str, Path]) -> list[str]:
     """Writes the requested files. Returns a line for each file, with its content and path."""
-    lines = []
-    for option, path in outputs.items():
-        _write_output(findings, option, path)
-        lines.append(f"wrote {OUTPUT_NAMES[option]} to {path}")
-    return lines
-
-
-def _write_output(findings: Findings, option: str, path: Path) -> None:
-    assert findings.plan is not None
-    assert findings.simulation is not None
+    plan, simulation, lines = findings.plan, findings.simulation, []
     title = os.path.basename(findings.name)  # pictures are shared with people who have other folders
-    if option == "save":
-        findings.plan.save(path)
-    elif option == "timeline":
-        schedule = findings.simulation.schedule
-        step = f"{schedule.name}, {count_text(schedule.micro_batches, 'micro-batch', 'es')}"
-        save_timeline(findings.simulation, path, title=f"{title}, {step}")
-    elif option == "graph":
-        save_graph(findings.plan, path, title=title)
-    else:
-        plans = [row.plan for row in findings.sweep if row.plan is not None and row.schedule == row.plan.schedule]
-        save_report(findings.plan, path, title=title, sweep=plans)
-
-
-def _answer_texts(findings: Findings, request: Request) -> list[str]:
-    texts = []
-    if findings.sweep:
-        texts.append(sweep_text(findings.sweep))
-    if findings.tuning is not None:
-        texts.append(tuning_text(findings.tuning, is_whole=request.all, remaining="--all shows"))
-        texts += filter(None, [one_device_text(findings.tuning)])
-    return texts
-
-
-def _plan_texts(findings: Findings) -> list[str]:
-    assert findings.plan is not None
-    assert findings.simulation is not None
-    texts = [
-        plan_text(findings.plan),
-        step_text(findings.simulation, findings.plan),
-        timeline_text(findings.simulation),
-        device_text(findings.simulation),
-        *filter(None, [packets_text(findings.plan)]),
-    ]
-    if findings.plan.sizes:
-        texts.append(findings.plan.compare_sizes())
-    if len(findings.schedules) > 1:
-        texts.append(summaries_text(findings.schedules))
-    return texts
-
-
-def _drawn_inputs_note(findings: Findings) -> list[str]:
-    if not findings.drawn:
-        return []
-    return [wrap_text(f"inputs {', '.join(map(str, findings.drawn))}, drawn; give others with --input")]
+    for option, path in outputs.items():
+        assert plan is not None
+        assert simulation is not None
+        if option == "save":
+            plan.save(path)
+        elif option == "timeline":
+            step = f"{simulation.schedule.name}, {count_text(simulation.schedule.micro_batches, 'micro-batch', 'es')}"
+            save_timeline(simulation, path, title=f"{title}, {step}")
+        elif option == "graph":
+            save_graph(plan, path, title=title)
+        else:
+            own = [row for row in findings.sweep if row.plan is not None and row.schedule == row.plan.schedule]
+            save_report(plan, path, title=title, sweep=own)
+        lines.append(f"wrote {cli_options.OUTPUTS[option][0]} to {path}")
+    return lines

@@ -15,7 +15,7 @@ one arc.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, takewhile
@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fxpipe.inspect.plan_text import plan_headline
-from fxpipe.inspect.scene import Curve, Item, Rect, Scene, Text
 from fxpipe.inspect.style import FAINT, INK, fit_text, text_width
-from fxpipe.inspect.svg import svg_of
+from fxpipe.inspect.svg import Curve, Item, Rect, Scene, Text, svg_of
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.data import Portal, StagePlan
 from fxpipe.utils.files import check_output_path, write_atomically
@@ -65,10 +64,10 @@ class PortalBundle:
 
 def bundles_of(portals: Sequence[Portal]) -> tuple[PortalBundle, ...]:
     """Bundles portals by source and target, largest bundle first."""
-    members_by_ends: defaultdict[tuple[int, int], list[Portal]] = defaultdict(list)
+    members: defaultdict[tuple[int, int], list[Portal]] = defaultdict(list)
     for portal in portals:
-        members_by_ends[portal.source, portal.target].append(portal)
-    bundles = [PortalBundle(source, target, tuple(members)) for (source, target), members in members_by_ends.items()]
+        members[portal.source, portal.target].append(portal)
+    bundles = [PortalBundle(*ends, tuple(same)) for ends, same in members.items()]
     return tuple(sorted(bundles, key=lambda bundle: (-bundle.bytes, bundle.source, bundle.target)))
 
 
@@ -76,21 +75,14 @@ def bundles_of(portals: Sequence[Portal]) -> tuple[PortalBundle, ...]:
 class GraphLayout:
     """The layout that the parts of the picture share."""
 
-    stages: int
     slowest: float  # seconds of the slowest stage, forward and backward
-    bundles: tuple[PortalBundle, ...]
-    leaving: Mapping[int, list[PortalBundle]]  # by stage, largest first
-    arriving: Mapping[int, list[PortalBundle]]
+    bundles: tuple[PortalBundle, ...]  # largest first
 
-    @classmethod
-    def of(cls, plan: Plan) -> GraphLayout:
-        bundles = bundles_of(plan.portals)
-        leaving: defaultdict[int, list[PortalBundle]] = defaultdict(list)
-        arriving: defaultdict[int, list[PortalBundle]] = defaultdict(list)
-        for bundle in bundles:
-            leaving[bundle.source].append(bundle)
-            arriving[bundle.target].append(bundle)
-        return cls(len(plan.stages), max(stage.seconds for stage in plan.stages), bundles, leaving, arriving)
+    def leaving(self, stage: int) -> list[PortalBundle]:
+        return [bundle for bundle in self.bundles if bundle.source == stage]
+
+    def arriving(self, stage: int) -> list[PortalBundle]:
+        return [bundle for bundle in self.bundles if bundle.target == stage]
 
     @property
     def right(self) -> float:
@@ -106,16 +98,8 @@ class GraphLayout:
     def reach(self) -> float:
         return min(240.0, 50.0 + 16.0 * self.farthest) if self.farthest else 0.0
 
-    @property
-    def bottom(self) -> float:
-        return self.top(self.stages - 1) + LANE_HEIGHT
-
     def top(self, stage: int) -> float:
         return 58.0 + stage * (LANE_HEIGHT + BETWEEN_LANES)
-
-    def length(self, stage: StagePlan) -> float:
-        """Returns the total length of a stage's boxes; a stage that takes no time is drawn, too."""
-        return max(LEAST_BOX_WIDTH, LONGEST_BAR * (stage.seconds / self.slowest if self.slowest else 1.0))
 
     def row(self, stage: int, k: int) -> float:
         """Returns the y of the middle of a lane's k-th line."""
@@ -127,11 +111,11 @@ class GraphLayout:
 
     def first_row(self, stage: int) -> int:
         """Returns the first line of outgoing portals: incoming portals have the line before."""
-        return 1 if self.arriving.get(stage) else 0
+        return 1 if self.arriving(stage) else 0
 
     def line_of(self, bundle: PortalBundle) -> int:
         """Returns the line in which a bundle is named, or counted with others."""
-        place = self.leaving[bundle.source].index(bundle)
+        place = self.leaving(bundle.source).index(bundle)
         return min(self.first_row(bundle.source) + place, LANE_ROWS - 1)
 
 
@@ -141,23 +125,15 @@ def hover_title(head: str, lines: Sequence[str]) -> str:
     return "\n".join(shown if len(lines) <= MAX_TITLE_LINES else [*shown, f"and {len(lines) - MAX_TITLE_LINES} more"])
 
 
-ARC_COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#b85c94",
-    "#a88000",
-    "#5b55b5",
-    "#3aa0d8",
-)  # by source stage
+ARC_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b85c94", "#a88000", "#5b55b5", "#3aa0d8")  # by source stage
 
 
 def portal_labels(j: int, frame: GraphLayout) -> Iterator[Item]:
     """Yields the labels of a lane's portals: a sum of incoming portals, and names of outgoing portals that fit."""
     x, room = frame.right - PORTAL_NAMES_WIDTH, PORTAL_NAMES_WIDTH - 22
-    if arriving := frame.arriving.get(j, []):
+    if arriving := frame.arriving(j):
         yield frame.label(j, 0, x, _bundles_text("in", arriving), room)
-    leaving, rows = frame.leaving.get(j, []), LANE_ROWS - frame.first_row(j)
+    leaving, rows = frame.leaving(j), LANE_ROWS - frame.first_row(j)
     named = leaving if len(leaving) <= rows else leaving[: rows - 1]
     for bundle in named:
         size = f" → {bundle.target}, {human_bytes(bundle.bytes)}"
@@ -176,22 +152,16 @@ def portal_arcs(frame: GraphLayout) -> Iterator[Item]:
     """Yields the arcs, widest first, so that shorter arcs are on top."""
     largest = max((bundle.bytes for bundle in frame.bundles), default=1) or 1
     for bundle in sorted(frame.bundles, key=lambda bundle: bundle.source - bundle.target):
-        start = frame.row(bundle.source, frame.line_of(bundle))
-        arriving = frame.arriving[bundle.target]
-        place = (arriving.index(bundle) + 0.5) / len(arriving)
-        end = frame.top(bundle.target) + 4 + (TEXT_ROW + 2) * place
+        start, arriving = frame.row(bundle.source, frame.line_of(bundle)), frame.arriving(bundle.target)
+        end = frame.top(bundle.target) + 4 + (TEXT_ROW + 2) * (arriving.index(bundle) + 0.5) / len(arriving)
         part = (bundle.target - bundle.source) / frame.farthest
         control = frame.right + (frame.reach * (0.2 + 0.8 * part)) / 0.75  # the curve reaches 3/4 of this
         controls = ((control, start), (control, end))
         colour, width = ARC_COLOURS[bundle.source % len(ARC_COLOURS)], 1.0 + 2.5 * (bundle.bytes / largest) ** 0.5
-        title = _bundle_title(bundle)
+        head = f"stage {bundle.source} to stage {bundle.target}: {human_bytes(bundle.bytes)} for each micro-batch"
+        by_size = sorted(bundle.portals, key=lambda portal: -portal.bytes)
+        title = hover_title(head, [f"{portal.name}  {human_bytes(portal.bytes)}" for portal in by_size])
         yield Curve((frame.right, start), controls, (frame.right + 1, end), colour, width, title)
-
-
-def _bundle_title(bundle: PortalBundle) -> str:
-    head = f"stage {bundle.source} to stage {bundle.target}: {human_bytes(bundle.bytes)} for each micro-batch"
-    by_size = sorted(bundle.portals, key=lambda portal: -portal.bytes)
-    return hover_title(head, [f"{portal.name}  {human_bytes(portal.bytes)}" for portal in by_size])
 
 
 MAX_GROUPS = 16
@@ -210,7 +180,7 @@ DEVICE_COLOURS = (
 
 def draw_stage_graph(plan: Plan, title: str = "") -> Scene:
     """Draws the stage graph. Bytes and seconds are for one micro-batch."""
-    frame = GraphLayout.of(plan)
+    frame = GraphLayout(max(stage.seconds for stage in plan.stages), bundles_of(plan.portals))
     summary = f"{plan_headline(plan)}, {plan.schedule.partition(':')[0]}"
     items: list[Item] = [Text(GRAPH_MARGIN, 28, title or summary, LARGE_LETTERS, INK, is_bold=True)]
     if title:
@@ -218,7 +188,15 @@ def draw_stage_graph(plan: Plan, title: str = "") -> Scene:
     for stage in plan.stages:
         items += _lane_items(plan, stage, frame)
     for stage in plan.stages[:-1]:
-        items += _next_stage_arrow(plan, stage, frame)
+        if not stage.sent_bytes:
+            continue
+        x, top, end = GRAPH_MARGIN + LANE_HEAD + 24, frame.top(stage.index) + LANE_HEIGHT, frame.top(stage.index + 1)
+        is_same = plan.placement[stage.index] == plan.placement[stage.index + 1]
+        size, stays = human_bytes(stage.sent_bytes), ", stays on the device" if is_same else ""
+        name = f"stage {stage.index} to stage {stage.index + 1}: {size} for each micro-batch"
+        middle, colour = (top + end) / 2, LOCAL_ARROW_COLOUR if is_same else FAINT
+        items.append(Curve((x, top + 1), ((x, middle), (x, middle)), (x, end - 1), colour, 1.5, name))
+        items.append(Text(x + 9, middle + 3.5, f"{size}{stays}", SMALL_LETTERS, FAINT))
     items += portal_arcs(frame)
     arcs = "; arcs: portals, straight to the stage that uses them" if frame.bundles else ""
     notes = (
@@ -226,82 +204,54 @@ def draw_stage_graph(plan: Plan, title: str = "") -> Scene:
         f"{human_seconds(frame.slowest)}. Paler boxes are several small ones.",
         f"Arrows: values that the next stage uses{arcs}. Gradients go back the same ways.",
     )
-    y = frame.bottom + 24
+    y = frame.top(len(plan.stages) - 1) + LANE_HEIGHT + 24
     items += [Text(GRAPH_MARGIN, y + 15 * k, line, SMALL_LETTERS, FAINT) for k, line in enumerate(notes)]
     return Scene(frame.right + frame.reach + GRAPH_MARGIN, y + 36, tuple(items), title or summary)
 
 
 def _lane_items(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Item]:
-    top, boxes, small, mark = frame.top(stage.index), *_device_colours(plan, stage)
-    title = f"stage {stage.index}, {_devices_text(plan, stage)}: {count_text(len(stage.nodes), 'node')}"
+    # One colour for all if each device has one stage.
+    device = plan.placement[stage.index] if len(plan.workers) < len(plan.stages) else 0
+    boxes, small, mark = DEVICE_COLOURS[device % len(DEVICE_COLOURS)]
+    top, rows = frame.top(stage.index), plan.stage_rows[stage.index]  # several if replicas take turns
+    names = dict.fromkeys(plan.row_devices[row] for row in rows)
+    devices = f"device{'s' if len(rows) > 1 else ''} {number_ranges(rows)}, {' '.join(names)}"
+    title = f"stage {stage.index}, {devices}: {count_text(len(stage.nodes), 'node')}"
     yield Rect(GRAPH_MARGIN, top, frame.right - GRAPH_MARGIN, LANE_HEIGHT, BAND, radius=4, title=title)
     yield Rect(GRAPH_MARGIN, top, 5, LANE_HEIGHT, mark, radius=2, title=title)
     head = (
         f"stage {stage.index}",
-        _devices_text(plan, stage),
+        devices,
         f"{human_seconds(stage.forward_seconds)} + {human_seconds(stage.backward_seconds)}",
         f"{human_bytes(stage.parameter_bytes)} parameters",
     )
     first, *rest = (frame.label(stage.index, k, GRAPH_MARGIN + 13, line, LANE_HEAD - 20) for k, line in enumerate(head))
     yield from (replace(first, size=USUAL_LETTERS, fill=INK, is_bold=True), *rest)
-    x, length = GRAPH_MARGIN + LANE_HEAD, frame.length(stage)
+    x, share = GRAPH_MARGIN + LANE_HEAD, stage.seconds / frame.slowest if frame.slowest else 1.0
+    length = max(LEAST_BOX_WIDTH, LONGEST_BAR * share)  # a stage that takes no time is drawn, too
     groups = node_groups_of(stage, MAX_GROUPS, LEAST_BOX_WIDTH / length)
     for group in groups:
         width = length * group.share / (sum(g.share for g in groups) or 1.0)
-        fill, shown = small if group.is_elided else boxes, max(min(0.75, width), width - BOX_GAP)
-        yield Rect(x, top + 5, shown, LANE_HEIGHT - 10, fill, radius=2, title=_group_title(group, stage))
-        yield from _box_text(group, stage, x, width - BOX_GAP, frame)
+        yield from _group_items(group, stage, x, width, small if group.is_elided else boxes, top)
         x += width
     yield from portal_labels(stage.index, frame)
 
 
-def _device_colours(plan: Plan, stage: StagePlan) -> tuple[str, str, str]:
-    """Returns the colours of the stage's device; one for all if each device has one stage."""
-    device = plan.placement[stage.index] if len(plan.workers) < len(plan.stages) else 0
-    return DEVICE_COLOURS[device % len(DEVICE_COLOURS)]
-
-
-def _devices_text(plan: Plan, stage: StagePlan) -> str:
-    """Formats `device 3, cuda:3`, or `devices 0-2, cuda:0 cuda:1 cuda:2` if replicas take turns."""
-    rows = plan.stage_rows[stage.index]
-    names = dict.fromkeys(plan.row_devices[device] for device in rows)
-    return f"device{'s' if len(rows) > 1 else ''} {number_ranges(rows)}, {' '.join(names)}"
-
-
-def _box_text(group: NodeGroup, stage: StagePlan, x: float, width: float, frame: GraphLayout) -> Iterator[Item]:
-    room = width - 8
-    name = (
-        count_text(len(group.nodes), "node") if group.is_elided else short_group_name(group.name, room, SMALL_LETTERS)
-    )
-    time = human_seconds(group.share * stage.seconds)
-    middle = frame.top(stage.index) + LANE_HEIGHT / 2
+def _group_items(group: NodeGroup, stage: StagePlan, x: float, width: float, fill: str, y: float) -> Iterator[Item]:
+    """Yields a box, and below the top `y` of its lane the name and time of its nodes if they fit."""
+    time, count = human_seconds(group.share * stage.seconds), count_text(len(group.nodes), "node")
+    head = f"{group.name}: {count}, {time}, {percent(group.share)} of stage {stage.index}"
+    title = hover_title(head, [name for name in group.nodes if name != group.name])
+    shown = max(min(0.75, width), width - BOX_GAP)
+    yield Rect(x, y + 5, shown, LANE_HEIGHT - 10, fill, radius=2, title=title)
+    room, middle = width - BOX_GAP - 8, y + LANE_HEIGHT / 2
+    name = count if group.is_elided else short_group_name(group.name, room, SMALL_LETTERS)
     if not name or text_width(name, SMALL_LETTERS) > room:
         return
     has_time = text_width(time, SMALL_LETTERS) <= room
     yield Text(x + 4, middle + (-2.5 if has_time else 3.5), name, SMALL_LETTERS, INK)
     if has_time:
         yield Text(x + 4, middle + 9.5, time, SMALL_LETTERS, FAINT)
-
-
-def _group_title(group: NodeGroup, stage: StagePlan) -> str:
-    time = human_seconds(group.share * stage.seconds)
-    head = (
-        f"{group.name}: {count_text(len(group.nodes), 'node')}, {time}, {percent(group.share)} of stage {stage.index}"
-    )
-    return hover_title(head, [name for name in group.nodes if name != group.name])
-
-
-def _next_stage_arrow(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Item]:
-    if not stage.sent_bytes:
-        return
-    x, y, end = GRAPH_MARGIN + LANE_HEAD + 24, frame.top(stage.index) + LANE_HEIGHT, frame.top(stage.index + 1)
-    size = human_bytes(stage.sent_bytes)
-    is_same = plan.placement[stage.index] == plan.placement[stage.index + 1]
-    text = f"{size}, stays on the device" if is_same else size
-    title = f"stage {stage.index} to stage {stage.index + 1}: {size} for each micro-batch"
-    middle, colour = (y + end) / 2, LOCAL_ARROW_COLOUR if is_same else FAINT
-    yield Curve((x, y + 1), ((x, middle), (x, middle)), (x, end - 1), colour, 1.5, title)
-    yield Text(x + 9, middle + 3.5, text, SMALL_LETTERS, FAINT)
 
 
 GRAPH_FILE = "a graph"
@@ -377,11 +327,22 @@ def node_groups_of(stage: StagePlan, most: int, least: float) -> list[NodeGroup]
     children and operations, then nodes. Small groups are joined with their neighbors. Groups keep the execution order:
     a module whose nodes run in several runs is several groups.
     """
-    nodes = _stage_nodes(stage)
+    # Without shares or modules in the plan, shares are even, and nodes have no module.
+    shares = stage.shares or (1 / max(1, len(stage.nodes)),) * len(stage.nodes)
+    modules = stage.modules or ("",) * len(stage.nodes)
+    paths = (tuple(module.split(".")) if module else () for module in modules)
+    nodes = list(map(StageNode, stage.nodes, paths, shares))
     groups, closed = [NodeGroup(nodes)] if nodes else [], [False] if nodes else []
     while not all(closed):
         at = max((k for k in range(len(groups)) if not closed[k]), key=lambda k: groups[k].share)
-        parts = _join_small(_open_group(groups[at]), least)
+        members, depth = groups[at].members, len(groups[at].prefix)
+        if all(len(node.path) == depth for node in members):
+            parts = [NodeGroup([node], is_outside_module=True) for node in members]
+        else:
+            parts = [
+                NodeGroup(list(same)) for _, same in groupby(members, key=lambda node: node.path[depth : depth + 1])
+            ]
+        parts = _join_small(parts, least)
         if len(parts) == 1 or len(groups) + len(parts) - 1 > most:
             closed[at] = True
             continue
@@ -392,35 +353,14 @@ def node_groups_of(stage: StagePlan, most: int, least: float) -> list[NodeGroup]
 
 def short_group_name(name: str, width: float, size: float) -> str:
     """Shortens a name to its last parts: `transformer.h.0.attn` -> `…0.attn`; if only digits remain, to both ends."""
-    first, to, last = name.partition(RANGE_DASH)
-    for depth in range(max(first.count("."), last.count(".")), -1, -1):
-        short = _last_parts(first, depth) + (to + _last_parts(last, depth) if to else "")
+    ends = [end.split(".") for end in name.split(RANGE_DASH)]
+    for kept in range(max(map(len, ends)), 0, -1):
+        short = RANGE_DASH.join(("…" if kept < len(end) else "") + ".".join(end[-kept:]) for end in ends)
         if text_width(short, size) <= width:
             if set(short) <= NUMBER_LETTERS:  # only layer numbers
                 break
             return short
     return fit_text(name, width, size) if width >= MIN_LETTERS * size else ""
-
-
-def _last_parts(name: str, depth: int) -> str:
-    parts = name.split(".")
-    return name if depth + 1 >= len(parts) else "…" + ".".join(parts[-depth - 1 :])
-
-
-def _stage_nodes(stage: StagePlan) -> list[StageNode]:
-    """Lists the nodes of a stage; with even shares or without modules if the plan has none."""
-    shares = stage.shares or (1 / max(1, len(stage.nodes)),) * len(stage.nodes)
-    modules = stage.modules or ("",) * len(stage.nodes)
-    paths = (tuple(module.split(".")) if module else () for module in modules)
-    return list(map(StageNode, stage.nodes, paths, shares))
-
-
-def _open_group(group: NodeGroup) -> list[NodeGroup]:
-    depth = len(group.prefix)
-    if all(len(node.path) == depth for node in group.members):
-        return [NodeGroup([node], is_outside_module=True) for node in group.members]
-    by_child = groupby(group.members, key=lambda node: node.path[depth : depth + 1])
-    return [NodeGroup(list(nodes)) for _, nodes in by_child]
 
 
 def _join_small(groups: Sequence[NodeGroup], least: float) -> list[NodeGroup]:

@@ -10,17 +10,7 @@ from dataclasses import dataclass, replace
 import fxpipe
 from fxpipe.errors import FxpipeError, MemoryLimitError
 from fxpipe.inspect.cli_options import as_options
-from fxpipe.inspect.table import (
-    Cell,
-    Column,
-    Table,
-    bytes_column,
-    device_table,
-    number_column,
-    seconds_column,
-    share_column,
-    text_column,
-)
+from fxpipe.inspect.table import Cell, Column, Table, bytes_column, device_table, number_column, text_column
 from fxpipe.planning.options.parse import COMPARED_SCHEDULES
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.data import PlannedTransfer
@@ -60,7 +50,7 @@ def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
     return StepSummary(
         schedule=simulation.schedule.name,
         micro_batches=simulation.micro_batches,
-        checkpoint=mode_text(plan),
+        checkpoint=plan.modes[0] if len({*plan.modes}) == 1 else "some",
         step_seconds=simulation.step_seconds,
         bubble=simulation.mean_bubble,
         device=device,
@@ -111,28 +101,6 @@ def one_device_text(tuning: Tuning) -> str:
     return wrap_text(text)
 
 
-def mode_text(plan: Plan) -> str:
-    """Formats the checkpoint mode of a plan; `some` if stages differ."""
-    modes = {*plan.modes}
-    return modes.pop() if len(modes) == 1 else "some"
-
-
-def summarize_schedule(plan: Plan, schedule: str) -> StepSummary:
-    """Summarizes the plan's stages in a schedule, for comparison with the plan's schedule.
-
-    If only the plan streams, the step includes its updates, and has the micro-batches that the stream has in flight.
-
-    Raises:
-        ArgumentError, ScheduleError: the schedule needs another placement of stages.
-    """
-    if not is_stream(plan.schedule) or is_stream(schedule):
-        return summarize_step(fxpipe.simulate(plan, schedule=schedule), plan)
-    chunks = steady_micro_batches(plan.schedule, len(plan.stages), plan.chunks, plan.stage_turns)
-    step = fxpipe.simulate(plan, schedule=schedule, chunks=chunks)
-    run = summarize_step(step, plan)
-    return replace(run, step_seconds=run.step_seconds + step.update_seconds)
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """A step of the model in a schedule on some devices, or the reason why there is none."""
@@ -161,21 +129,22 @@ def schedule_outcomes(plan: Plan) -> tuple[Outcome, ...]:
     for name in dict.fromkeys([plan.schedule, *COMPARED_SCHEDULES]):
         short_name = name.partition(":")[0]  # without a user's table
         try:
-            run = summarize_schedule(plan, name)
+            if is_stream(plan.schedule) and not is_stream(name):
+                # The step includes its updates, and has the micro-batches that the stream has in flight.
+                chunks = steady_micro_batches(plan.schedule, len(plan.stages), plan.chunks, plan.stage_turns)
+                step = fxpipe.simulate(plan, schedule=name, chunks=chunks)
+                run = summarize_step(step, plan)
+                run = replace(run, step_seconds=run.step_seconds + step.update_seconds)
+            else:
+                run = summarize_step(fxpipe.simulate(plan, schedule=name), plan)
             outcomes.append(Outcome(short_name, len(plan.row_devices), run, plan))
         except FxpipeError as error:
-            problem = _short_problem(name, str(error))
+            recipe, problem = SCHEDULES.get(name), str(error)
+            if recipe is not None and recipe.has_fixed_placement:
+                problem = f"needs a plan with stages_per_device={recipe.stages_per_device}"
             outcomes.append(Outcome(short_name, len(plan.row_devices), problem=problem))
     own, *others = outcomes
     return (own, *sorted(others, key=lambda one: math.inf if one.run is None else one.run.step_seconds))
-
-
-def _short_problem(schedule: str, error: str) -> str:
-    """Shortens an error about the number of stages per device."""
-    recipe = SCHEDULES.get(schedule)
-    if recipe is None or not recipe.has_fixed_placement:
-        return error
-    return f"needs a plan with stages_per_device={recipe.stages_per_device}"
 
 
 def compare_schedules(plan: Plan) -> tuple[StepSummary, ...]:
@@ -201,7 +170,7 @@ def run_columns(rows: Sequence[Outcome]) -> tuple[Column[Outcome], Column[Outcom
 
     return (
         Column("step", step),
-        share_column("bubble", lambda row: None if row.run is None else row.run.bubble),
+        number_column("bubble", lambda row: None if row.run is None else row.run.bubble, percent),
         bytes_column("peak memory", lambda row: None if row.run is None else row.run.peak_bytes),
         Column("fits", fits),
     )
@@ -261,10 +230,7 @@ MAX_DEVICE_ROWS = 16  # shows the devices closest to their limits
 
 def device_text(simulation: Simulation) -> str:
     """Formats the table of devices; of many devices, the devices closest to their limits."""
-    table = device_table(
-        simulation.devices, simulation.busy, simulation.bubble, simulation.memory, simulation.limits, "busy"
-    )
-    rest = ""
+    table, rest = device_table(simulation, "busy"), ""
     if len(table.rows) > MAX_DEVICE_ROWS:
         rest = f"\nand {len(table.rows) - MAX_DEVICE_ROWS} devices that hold less"
         fullest = simulation.fits.fullest[:MAX_DEVICE_ROWS]
@@ -284,7 +250,7 @@ def packets_text(plan: Plan) -> str:
         return (
             bytes_column("gradients" if index else "values", lambda row: row[index].bytes),
             bytes_column("of it\nrelayed", lambda row: row[index].relayed.at(plan.here) or None),
-            seconds_column("on the way", lambda row: row[index].seconds),
+            number_column("on the way", lambda row: row[index].seconds, human_seconds),
         )
 
     by_cut = {(one.source, one.target): one for one in plan.packets}
@@ -308,53 +274,39 @@ LEAST_UPDATE_SHARE = 1e-3  # share of a step from which the optimizer is shown
 def step_text(simulation: Simulation, plan: Plan) -> str:
     """Formats the step and its critical path. The text of a plan has the memory, and what the host limits."""
     run = summarize_step(simulation, plan)
-    samples = simulation.samples
+    samples, steady, update = simulation.samples, simulation.steady, simulation.update_seconds
     rate = f", {three_digits(samples / run.step_seconds)} samples a second" if samples and run.step_seconds else ""
-    path = critical_path_text(simulation)
-    is_worth_telling = simulation.update_seconds > LEAST_UPDATE_SHARE * run.step_seconds
-    of = f"{run.schedule}, {count_text(run.micro_batches, 'micro-batch', 'es')}"
+    head = "a step as simulated" if steady is None else "a mini-batch of a stream as simulated"
     lines = [
-        f"a step as simulated, {of}" if simulation.steady is None else f"a mini-batch of a stream as simulated, {of}",
+        f"{head}, {run.schedule}, {count_text(run.micro_batches, 'micro-batch', 'es')}",
         f"- takes {human_seconds(run.step_seconds)}{rate}; devices idle for {percent(run.bubble)} of it",
-        *_stream_lines(simulation),
-        f"- critical path: {path}" if path else "",
-        f"- then the optimizer takes {human_seconds(simulation.update_seconds)}" if is_worth_telling else "",
-        *_cluster_lines(simulation),
     ]
-    return "\n".join(map(wrap_text, filter(None, lines)))
-
-
-def _stream_lines(simulation: Simulation) -> list[str]:
-    steady = simulation.steady
-    if steady is None:
-        return []
-    return [
-        "- that is with its update, in the steady state; the stream begins with "
-        f"{human_seconds(steady.warm_up)} until all devices are at work, and ends with {human_seconds(steady.drain)}"
-    ]
-
-
-def _cluster_lines(simulation: Simulation) -> list[str]:
-    """Formats the traffic and the reductions, if there are several nodes or replicas."""
+    if steady is not None:
+        lines.append(
+            f"- that is with its update, in the steady state; the stream begins with {human_seconds(steady.warm_up)} "
+            f"until all devices are at work, and ends with {human_seconds(steady.drain)}"
+        )
+    if path := critical_path_text(simulation):
+        lines.append(f"- critical path: {path}")
+    if update > LEAST_UPDATE_SHARE * run.step_seconds:
+        lines.append(f"- then the optimizer takes {human_seconds(update)}")
     cluster, traffic = simulation.cluster, simulation.traffic
     has_replicas = cluster is not None and (cluster.data > 1 or bool(cluster.replicas))
-    if cluster is None or traffic is None or (cluster.nodes == 1 and not has_replicas):
-        return []
-    within, between = traffic
-    values = f"- stages of all replicas send {human_bytes(within.pipeline)} within nodes"
-    lines = [f"- runs on {cluster}", f"{values}, {human_bytes(between.pipeline)} between nodes"]
-    if simulation.steady is not None and simulation.schedule.replicas:
-        lines.append(
-            "- reduces gradients of replicas with their updates, for each mini-batch "
-            f"{human_bytes(within.reduction)} within nodes, {human_bytes(between.reduction)} between nodes"
+    if cluster is not None and traffic is not None and (cluster.nodes > 1 or has_replicas):
+        within, between = traffic
+        sent, reduced = (
+            f"{human_bytes(inside)} within nodes, {human_bytes(outside)} between nodes"
+            for inside, outside in ((within.pipeline, between.pipeline), (within.reduction, between.reduction))
         )
-    elif has_replicas:
-        lines.append(
-            f"- reduces gradients in {human_seconds(simulation.reduction_seconds)} on the busiest device, "
-            f"{human_seconds(simulation.exposed_reduction_seconds)} of it after the last action: "
-            f"{human_bytes(within.reduction)} within nodes, {human_bytes(between.reduction)} between nodes"
-        )
-    return lines
+        lines += [f"- runs on {cluster}", f"- stages of all replicas send {sent}"]
+        if steady is not None and simulation.schedule.replicas:
+            lines.append(f"- reduces gradients of replicas with their updates, for each mini-batch {reduced}")
+        elif has_replicas:
+            lines.append(
+                f"- reduces gradients in {human_seconds(simulation.reduction_seconds)} on the busiest device, "
+                f"{human_seconds(simulation.exposed_reduction_seconds)} of it after the last action: {reduced}"
+            )
+    return "\n".join(map(wrap_text, lines))
 
 
 def critical_path_text(simulation: Simulation) -> str:
@@ -364,11 +316,6 @@ def critical_path_text(simulation: Simulation) -> str:
 
 
 USUAL_DEVICES = 8  # devices that a sweep reaches if fewer were requested
-
-
-def counts_up_to(most: int, asked: int) -> tuple[int, ...]:
-    """Returns 1, 2, 4, 8 ... up to `most`, and the requested number."""
-    return tuple(sorted({*(2**power for power in range(most.bit_length())), asked}))
 
 
 def sweep_devices(
@@ -391,12 +338,9 @@ def sweep_devices(
             except FxpipeError as error:
                 rows.append(Outcome(schedule, count, problem=" ".join(str(error).split())))
     alone = next((row.run for row in rows if row.devices == 1), None)
-    return rows if alone is None else with_speedups(rows, alone.step_seconds)
-
-
-def with_speedups(rows: Sequence[Outcome], seconds: float) -> list[Outcome]:
-    """Returns the rows with their speed-ups over a step of these seconds."""
-    return [replace(row, speedup=seconds / row.run.step_seconds) if row.run else row for row in rows]
+    if alone is None:
+        return rows
+    return [replace(row, speedup=alone.step_seconds / row.run.step_seconds) if row.run else row for row in rows]
 
 
 def outcome_of(count: int, schedule: str, plan: Plan) -> Outcome:
@@ -405,7 +349,8 @@ def outcome_of(count: int, schedule: str, plan: Plan) -> Outcome:
 
 def sweep_table(rows: Sequence[Outcome]) -> Table[Outcome]:
     """Returns a table with a row for each number of devices and schedule; `*` marks the fastest that fits."""
-    best = {row.devices: row for row in sorted(rows, key=_step_seconds, reverse=True) if row.fits}
+    fitting = [row for row in rows if row.run is not None and row.fits]
+    best = {row.devices: row for row in sorted(fitting, key=lambda row: -row.run.step_seconds if row.run else 0.0)}
     firsts = {row.devices: row for row in reversed(rows)}
 
     def number(row: Outcome) -> Cell:
@@ -428,32 +373,19 @@ def sweep_table(rows: Sequence[Outcome]) -> Table[Outcome]:
 
 def sweep_text(rows: Sequence[Outcome]) -> str:
     head = "numbers of devices and schedules, as simulated; each row has its own cut"
-    legend = ("* the fastest that fits" if any(row.fits for row in rows) else "nothing fits") + _cores_note(rows)
-    notes = [wrap_text(f"- {line}") for line in _problem_lines(rows)]
-    problems = ["\n".join(["no plan for", *notes])] if notes else []
-    return "\n\n".join([wrap_text(head), str(sweep_table(rows)), legend, *problems])
-
-
-def _cores_note(rows: Sequence[Outcome]) -> str:
-    """Warns if plans for CPUs have more devices than cores: measurements assume one core for each device."""
+    legend = "* the fastest that fits" if any(row.fits for row in rows) else "nothing fits"
     cores, plans = os.cpu_count() or 1, [row.plan for row in rows if row.plan is not None]
     are_here = [plan for plan in plans if not plan.estimated_for and {*plan.workers} == {"cpu"}]
-    if all(len(plan.workers) <= cores for plan in are_here):
-        return ""
-    return f"\nCPU devices are simulated as if each had a core; there {'is' if cores == 1 else 'are'} {cores} here"
-
-
-def _problem_lines(rows: Sequence[Outcome]) -> list[str]:
-    """Formats why there is no plan, once for each number of devices and reason."""
-    schedules: dict[tuple[int, str], list[str]] = {}
+    if any(len(plan.workers) > cores for plan in are_here):  # measurements assume one core for each device
+        have = "is" if cores == 1 else "are"
+        legend += f"\nCPU devices are simulated as if each had a core; there {have} {cores} here"
+    schedules: dict[tuple[int, str], list[str]] = {}  # a line for each number of devices and reason
     for row in rows:
         if row.problem:
             schedules.setdefault((row.devices, row.problem), []).append(row.schedule)
-    return [
-        f"{count_text(n, 'device')}, {', '.join(names)}: {as_options(problem)}"
+    notes = [
+        wrap_text(f"- {count_text(n, 'device')}, {', '.join(names)}: {as_options(problem)}")
         for (n, problem), names in schedules.items()
     ]
-
-
-def _step_seconds(row: Outcome) -> float:
-    return row.run.step_seconds if row.run is not None else 0.0
+    problems = ["\n".join(["no plan for", *notes])] if notes else []
+    return "\n\n".join([wrap_text(head), str(sweep_table(rows)), legend, *problems])

@@ -6,17 +6,15 @@ Colours differ in lightness, and so in grey, too. They are based on Okabe and It
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.inspect.scene import Item, Line, Rect, Text
+from fxpipe.inspect.svg import Item, Line, Rect, Text
 from fxpipe.scheduling.actions import ActionKind
 
 INK = "#222222"
 FAINT = "#6b6b6b"  # secondary text; legible on white
 GRID = "#e3e3e3"
-PAPER = "#ffffff"
 LIMIT_COLOUR = "#b3261e"  # lines of limits
 
 KIND_COLOURS = {
@@ -44,8 +42,6 @@ MEMORY_COLOURS = {  # static parts are grey
 # The widths are from DejaVu Sans, which matplotlib and most Linux systems include. Verdana has nearly the same widths,
 # and other fonts of browsers are narrower, so a text that fits by these widths is never cut off.
 
-FONTS = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")  # in order of preference
-
 # Widths of the printable ASCII characters, from the space on, in hundredths of the font size.
 WIDTHS = (
     32, 40, 46, 84, 64, 95, 78, 27, 39, 39, 50, 84, 32, 36, 32, 34, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 34, 34, 84,
@@ -56,7 +52,6 @@ WIDTHS = (
 WIDEST_BOLD = 1.28  # bold letters are at most this many times wider
 OTHER_WIDTHS = {"·": 38, "–": 50, "—": 100, "…": 100, "µ": 74, "×": 84, "→": 84, "−": 84}
 WIDEST_LETTER = 100  # any other character
-UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # also invalid in XML
 
 
 def text_width(text: str, size: float, *, is_bold: bool = False) -> float:
@@ -75,11 +70,6 @@ def fit_text(text: str, width: float, size: float, *, is_bold: bool = False) -> 
         if text_width(shorter, size, is_bold=is_bold) <= width:
             return shorter
     return ""
-
-
-def printable(text: str) -> str:
-    """Replaces unprintable characters (control codes, lone surrogates) by a mark."""
-    return UNPRINTABLE.sub("\ufffd", text)
 
 
 TIME_UNITS = ((1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))

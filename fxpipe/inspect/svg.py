@@ -1,14 +1,109 @@
-"""A scene as SVG: one element, for a page or a file, without scripts and external resources; and HTML of pages.
+"""A picture as data, items with positions in points, y downwards; its SVG, one element without scripts; HTML of pages.
 
-All text passes through `escape_markup`: a module can be named `<script>`.
+Every layout (a timeline, a graph) is a pure function that returns a `Scene`, so tests can check the data for items that
+overlap or are cut off. All text passes through `escape_markup`: a module can be named `<script>`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from math import hypot
+from typing import Literal, TypeAlias
 
-from fxpipe.inspect.scene import Area, Bars, Curve, Item, Line, Point, Rect, Scene, Text, arrow_head
-from fxpipe.inspect.style import FONTS, PAPER, printable
+PAPER = "#ffffff"
+FONTS = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")  # in order of preference
+UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # also invalid in XML
+
+Point: TypeAlias = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rect:
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    stroke: str = ""
+    radius: float = 0.0
+    title: str = ""  # hover text
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Rectangles of one colour in one row, compact in a file even if there are thousands."""
+
+    y: float
+    height: float
+    spans: tuple[tuple[float, float], ...]  # (left, right) of each, from left to right
+    fill: str
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Straight lines from point to point."""
+
+    points: tuple[Point, ...]
+    stroke: str
+    width: float = 1.0
+    dashes: tuple[float, ...] = ()  # lengths of strokes and gaps, in turn
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A cubic Bézier curve that ends in an arrow."""
+
+    start: Point
+    control: tuple[Point, Point]
+    end: Point
+    stroke: str
+    width: float = 1.0
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    points: tuple[Point, ...]
+    fill: str
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    x: float
+    y: float
+    text: str
+    size: float = 11.0
+    fill: str = "#222222"
+    anchor: Literal["start", "middle", "end"] = "start"
+    is_bold: bool = False
+
+
+Item: TypeAlias = "Rect | Bars | Line | Curve | Area | Text"
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A picture. Items are drawn in order."""
+
+    width: float
+    height: float
+    items: tuple[Item, ...]
+    title: str = ""  # for screen readers
+
+
+def arrow_head(curve: Curve) -> tuple[Point, Point, Point]:
+    """Returns the triangle at a curve's end, tip first."""
+    (x, y), size = curve.end, 3.0 + 1.5 * curve.width
+    back = next((p for p in (curve.control[1], curve.control[0], curve.start) if p != curve.end), (x - 1, y))
+    length = hypot(x - back[0], y - back[1])
+    dx, dy = (x - back[0]) / length * size, (y - back[1]) / length * size
+    return (x, y), (x - dx - dy / 2, y - dy + dx / 2), (x - dx + dy / 2, y - dy - dx / 2)
+
 
 TEXT_DEFAULTS = Text(0, 0, "")  # attributes that elements omit
 
@@ -28,6 +123,11 @@ def svg_of(scene: Scene) -> str:
     return "\n".join([*lines, *map(_item_markup, scene.items), "</svg>\n"])
 
 
+def printable(text: str) -> str:
+    """Replaces unprintable characters (control codes, lone surrogates) by a mark."""
+    return UNPRINTABLE.sub("\ufffd", text)
+
+
 def escape_markup(text: str) -> str:
     """Escapes text for content and attributes."""
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
@@ -35,20 +135,24 @@ def escape_markup(text: str) -> str:
 
 def _item_markup(item: Item) -> str:
     if isinstance(item, Text):
-        values: tuple[float | str, ...] = (item.size, item.fill, item.anchor)
-        usual = (TEXT_DEFAULTS.size, TEXT_DEFAULTS.fill, TEXT_DEFAULTS.anchor)
-        size, fill, anchor = ("" if own == default else own for own, default in zip(values, usual, strict=True))
-        style: dict[str, float | str] = {"font_size": size, "fill": fill, "text_anchor": anchor}
+        style: dict[str, float | str] = {"font_size": item.size, "fill": item.fill, "text_anchor": item.anchor}
+        usual = {"font_size": TEXT_DEFAULTS.size, "fill": TEXT_DEFAULTS.fill, "text_anchor": TEXT_DEFAULTS.anchor}
+        style = {name: value for name, value in style.items() if value != usual[name]}
         weight = "bold" if item.is_bold else ""
         return _element("text", escape_markup(item.text), x=item.x, y=item.y, **style, font_weight=weight)
-    title = _title_element(item.title) if item.title else ""
+    title = _title_element(item.title)
     match item:
         case Rect(x, y, width, height, fill, stroke, radius):
             return _element(
                 "rect", title, x=x, y=y, width=width, height=height, fill=fill, stroke=stroke, rx=radius or ""
             )
-        case Bars():
-            return _element("path", title, d=_bars_path(item), fill="none", stroke=item.fill, stroke_width=item.height)
+        case Bars():  # one thick line with gaps along the middle of the row, which is compact
+            path, at = f"M0 {_number_text(item.y + item.height / 2)}", 0.0
+            for left, right in item.spans:
+                left, right = round(left, 2), round(right, 2)
+                path += f"m{_number_text(left - at)} 0h{_number_text(right - left)}"
+                at = right
+            return _element("path", title, d=path, fill="none", stroke=item.fill, stroke_width=item.height)
         case Line(points, stroke, width, dashes):
             return _element(
                 "polyline",
@@ -80,17 +184,7 @@ def _element(tag: str, content: str, **attributes: str | float) -> str:
 
 
 def _title_element(title: str) -> str:
-    return f"<title>{escape_markup(title)}</title>"
-
-
-def _bars_path(item: Bars) -> str:
-    """Formats bars as one thick line with gaps along the middle of the row, which is compact."""
-    moves, x = [], 0.0
-    for left, right in item.spans:
-        left, right = round(left, 2), round(right, 2)
-        moves.append(f"m{_number_text(left - x)} 0h{_number_text(right - left)}")
-        x = right
-    return f"M0 {_number_text(item.y + item.height / 2)}{''.join(moves)}"
+    return f"<title>{escape_markup(title)}</title>" if title else ""
 
 
 def _points_text(points: Iterable[Point]) -> str:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, TypeVar
 
 from fxpipe.inspect.svg import escape_markup
-from fxpipe.simulation.timeline import MEMORY_PARTS, MemoryParts, MemoryTimeline
+from fxpipe.simulation import Simulation
+from fxpipe.simulation.timeline import MEMORY_PARTS, MemoryParts, StepTimeline
 from fxpipe.utils.text_table import EMPTY_CELL, bytes_of_limit, text_table
 from fxpipe.utils.units import human_bytes, human_seconds, percent
 
 Row = TypeVar("Row")
 ReadRow = TypeVar("ReadRow", contravariant=True)
-Value = TypeVar("Value")
 
 LONG_TABLE_ROWS = 24  # longer tables in a report scroll
 
@@ -40,26 +39,24 @@ class Column(Generic[ReadRow]):
     is_left: bool = False  # aligned to the left in text
 
 
-def text_column(name: str, read: Callable[[Row], object], *, is_left: bool = True) -> Column[Row]:
-    return Column(name, _cell_maker(read, lambda value: Cell(str(value))), is_left)
+def text_column(
+    name: str, read: Callable[[Row], object], *, is_left: bool = True, is_code: bool = False
+) -> Column[Row]:
+    """Makes a column of text; for code, an empty text counts as missing."""
 
+    def cell(row: Row) -> Cell | None:
+        value = read(row)
+        return None if value is None or (is_code and not value) else Cell(str(value), is_code=is_code)
 
-def code_column(name: str, read: Callable[[Row], str | None], *, is_left: bool = True) -> Column[Row]:
-    """Makes a column of names and lines of code; an empty text counts as missing."""
-    return Column(name, _cell_maker(lambda row: read(row) or None, partial(Cell, is_code=True)), is_left)
+    return Column(name, cell, is_left)
 
 
 def number_column(name: str, read: Callable[[Row], float | None], show: Callable[[float], str] = str) -> Column[Row]:
-    return Column(name, _cell_maker(read, lambda value: Cell(show(value), value)))
+    def cell(row: Row) -> Cell | None:
+        value = read(row)
+        return None if value is None else Cell(show(value), value)
 
-
-def seconds_column(name: str, read: Callable[[Row], float | None]) -> Column[Row]:
-    return number_column(name, read, human_seconds)
-
-
-def share_column(name: str, read: Callable[[Row], float | None]) -> Column[Row]:
-    """Makes a column of numbers from 0 to 1, shown as percentages."""
-    return number_column(name, read, percent)
+    return Column(name, cell)
 
 
 def bytes_column(
@@ -76,14 +73,6 @@ def bytes_column(
     return Column(name, cell)
 
 
-def _cell_maker(read: Callable[[Row], Value | None], show: Callable[[Value], Cell]) -> Callable[[Row], Cell | None]:
-    def cell(row: Row) -> Cell | None:
-        value = read(row)
-        return None if value is None else show(value)
-
-    return cell
-
-
 @dataclass(frozen=True, slots=True)
 class Table(Generic[Row]):
     columns: Sequence[Column[Row]]
@@ -92,7 +81,9 @@ class Table(Generic[Row]):
     missing: str = EMPTY_CELL  # the text of a missing value
 
     def __str__(self) -> str:
-        cells = [[self._text_of(column.cell(row)) for column in self.columns] for row in self.rows]
+        missing = Cell(self.missing)
+        shown = [[column.cell(row) or missing for column in self.columns] for row in self.rows]
+        cells = [[f"{cell.text} {cell.note}".rstrip() for cell in row] for row in shown]
         names = [column.name for column in self.columns]
         return text_table(cells, names, [column.name for column in self.columns if column.is_left], keys=self.keys)
 
@@ -114,11 +105,21 @@ class Table(Generic[Row]):
         """Formats the table as HTML of a report, whose script sorts it; wide and long tables scroll."""
         which = "wide long" if len(self.rows) > LONG_TABLE_ROWS else "wide"
         opening = f'<div class="{which}" role="region" aria-label="{escape_markup(label)}" tabindex="0">'
+
+        def classes(is_number: bool, is_marked: bool = False) -> str:
+            names = " ".join(name for name, holds in (("number", is_number), ("marked", is_marked)) if holds)
+            return f' class="{names}"' if names else ""
+
+        def report_cell(cell: Cell, is_number: bool) -> str:
+            shown = f'<div class="prose">{_markup(cell)}</div>' if cell.is_prose else _markup(cell)
+            by = "" if cell.value is None else f' data-value="{cell.value!r}"'
+            return f"<td{classes(is_number, cell.is_marked)}{by}>{shown}</td>"
+
         table = self._html(
             '<table class="sortable">',
-            lambda name, is_number: f'<th scope="col"{_class_attribute(number=is_number)}>{name}</th>',
+            lambda name, is_number: f'<th scope="col"{classes(is_number)}>{name}</th>',
             "<tr>",
-            _report_cell,
+            report_cell,
         )
         return f"{opening}\n{table}\n</div>"
 
@@ -131,9 +132,6 @@ class Table(Generic[Row]):
         rows = [f"{row}{''.join(map(cell, own, numbers))}</tr>" for own in cells]
         return "\n".join([table, head, "<tbody>", *rows, "</tbody>", "</table>"])
 
-    def _text_of(self, cell: Cell | None) -> str:
-        return self.missing if cell is None else f"{cell.text} {cell.note}".rstrip()
-
 
 _MISSING = Cell("–")
 _TABLE_STYLE = "border-collapse:collapse;border:0;margin:0.4em 0;font-variant-numeric:tabular-nums"
@@ -143,20 +141,9 @@ _CELL_STYLE = (
 )
 
 
-def _report_cell(cell: Cell, is_number: bool) -> str:
-    shown = f'<div class="prose">{_markup(cell)}</div>' if cell.is_prose else _markup(cell)
-    by = "" if cell.value is None else f' data-value="{cell.value!r}"'
-    return f"<td{_class_attribute(number=is_number, marked=cell.is_marked)}{by}>{shown}</td>"
-
-
 def _markup(cell: Cell) -> str:
     shown = f"<code>{escape_markup(cell.text)}</code>" if cell.is_code else escape_markup(cell.text)
     return shown + (f" <small>{escape_markup(cell.note)}</small>" if cell.note else "")
-
-
-def _class_attribute(**which: bool) -> str:
-    names = " ".join(name for name, holds in which.items() if holds)
-    return f' class="{names}"' if names else ""
 
 
 # -- The table of the devices of a step: their time and peak memory ----------------------------------------------------
@@ -179,24 +166,18 @@ def _part_column(part: str) -> Column[DeviceFigures]:
 DEVICE_COLUMNS: tuple[Column[DeviceFigures], ...] = (
     number_column("device", lambda row: row.index),
     text_column("", lambda row: row.name),
-    seconds_column("busy", lambda row: row.busy),
-    share_column("bubble", lambda row: row.bubble),
+    number_column("busy", lambda row: row.busy, human_seconds),
+    number_column("bubble", lambda row: row.bubble, percent),
     bytes_column("peak memory", lambda row: row.parts.total, lambda row: row.limit),
     *map(_part_column, MEMORY_PARTS),
 )
 
 
-def device_table(
-    names: Sequence[str],
-    busy: Sequence[float],
-    bubble: Sequence[float],
-    memory: Sequence[MemoryTimeline],
-    limits: Sequence[float | None],
-    *without: str,
-) -> Table[DeviceFigures]:
+def device_table(step: Simulation | StepTimeline, *without: str) -> Table[DeviceFigures]:
     """Makes a table of devices: time and, if known, peak memory by part. Omits the columns named in `without`."""
-    parts = [one.at_peak for one in memory] or [MemoryParts()] * len(names)
+    n, memory = len(step.devices), step.memory
+    parts = [one.at_peak for one in memory] or [MemoryParts()] * n
     hidden = {*without} if memory else {*without, "peak memory", *MEMORY_PARTS}
-    figures = (range(len(names)), names, busy, bubble, parts, limits or (None,) * len(names))
-    rows = [DeviceFigures(*row) for row in zip(*figures, strict=True)]
-    return Table([column for column in DEVICE_COLUMNS if column.name not in hidden], rows)
+    rows = zip(range(n), step.devices, step.busy, step.bubble, parts, step.limits or (None,) * n, strict=True)
+    columns = [column for column in DEVICE_COLUMNS if column.name not in hidden]
+    return Table(columns, [DeviceFigures(*row) for row in rows])

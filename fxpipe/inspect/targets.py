@@ -6,6 +6,7 @@ Every failure here is an `ArgumentError` of one line.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -26,7 +27,6 @@ from fxpipe.errors import ArgumentError
 from fxpipe.utils.units import did_you_mean, with_article
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -55,7 +55,10 @@ def parse_keyword(text: str) -> tuple[str, Any]:
         raise ArgumentError(f"{text!r}: expected name=value, as in depth=4{place}")
     if re.fullmatch(r"[^,='\"{\[]+(,\s*\w+=[^,]*)+", value):
         raise ArgumentError(f"{text!r}: separate arguments by spaces: {text.replace(',', ' ')}")
-    return name, _keyword_value(value)
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return name, read(value)
+    return name, value
 
 
 def check_keywords(function: Callable[..., Any], called: str, kwargs: Mapping[str, Any]) -> None:
@@ -77,15 +80,6 @@ def check_keywords(function: Callable[..., Any], called: str, kwargs: Mapping[st
     if missing:
         keywords = " ".join(f"{name}=..." for name in missing)
         raise ArgumentError(f"{called} needs {' and '.join(map(repr, missing))}; give --kwargs {keywords}{has}")
-
-
-def _keyword_value(text: str) -> Any:
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return read(text)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-    return text
 
 
 TARGET_FORMS = "module:factory or path/to/file.py:factory"
@@ -118,8 +112,7 @@ def parse_target(text: str) -> Target:
 
 def load_target(target: Target) -> Any:
     """Imports the target's module, or runs its file, and returns the named object."""
-    module = _load_file(Path(target.where)) if target.is_file else _import_module(target.where)
-    value: Any = module
+    value: Any = _load_file(Path(target.where)) if target.is_file else _import_module(target.where)
     for part in target.name.split("."):
         try:
             value = getattr(value, part)
@@ -138,7 +131,9 @@ def call_target(target: Target, kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
     try:
         return function(**kwargs)
     except (Exception, SystemExit) as error:
-        raise ArgumentError(f"calling {target} raised {describe_error(error)}{_raised_at(error)}") from error
+        frames = traceback.extract_tb(error.__traceback__)  # one if the command itself raised it
+        place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+        raise ArgumentError(f"calling {target} raised {describe_error(error)}{place}") from error
 
 
 def load_model(target: Target, kwargs: Mapping[str, Any] = NO_KWARGS) -> nn.Module:
@@ -160,15 +155,14 @@ def _import_module(name: str) -> ModuleType:
     _put_on_path(os.getcwd())
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # Only if the target itself is missing, not a module that it imports.
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            close = did_you_mean(name, (path.stem for path in Path.cwd().glob("*.py")))
-            looked = "looked in the current directory and where Python looks"
-            raise ArgumentError(f"no module named {error.name!r} ({looked}){close}") from None
-        raise ArgumentError(f"importing {name} raised {describe_error(error)}") from error
     except (Exception, SystemExit) as error:
-        raise ArgumentError(f"importing {name} raised {describe_error(error)}") from error
+        # Only if the target itself is missing, not a module that it imports.
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
+            raise ArgumentError(f"importing {name} raised {describe_error(error)}") from error
+        close = did_you_mean(name, (path.stem for path in Path.cwd().glob("*.py")))
+        looked = "looked in the current directory and where Python looks"
+        raise ArgumentError(f"no module named {missing!r} ({looked}){close}") from None
 
 
 @functools.cache  # a model and its inputs often share a file, which runs once
@@ -215,21 +209,14 @@ def _suggestion(name: str, holder: object) -> str:
     return f"; it has {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}" if own else ""
 
 
-def _raised_at(error: BaseException) -> str:
-    """Returns the file and line that raised the error, in brackets; empty if the command itself raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-
-
-FLOAT_DTYPES = ("float32", "float64", "float16", "bfloat16")
 INTEGER_DTYPES = ("int64", "int32", "bool")
-INPUT_DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
+INPUT_DTYPES = ("float32", "float64", "float16", "bfloat16", *INTEGER_DTYPES)
 NAMED_INPUT = re.compile(r"(?P<name>[^\W\d]\w*)=(?P<value>.*)")
 SHAPE_TEXT = re.compile(r"(?P<sizes>[1-9]\d*(x[1-9]\d*)*)(:(?P<dtype>\w+))?")
 ACCEPTED_INPUTS = (
     f"sizes (8x3x64x64), sizes and a dtype (8x128:int64; {', '.join(INPUT_DTYPES)}), either with the name of an "
-    f"argument "
-    f"(input_ids=8x128:int64), or a function that makes the inputs ({TARGET_FORMS.replace('factory', 'make_inputs')})"
+    "argument (input_ids=8x128:int64), or a function that makes the inputs "
+    f"({TARGET_FORMS.replace('factory', 'make_inputs')})"
 )
 
 
@@ -301,7 +288,14 @@ def make_arguments(inputs: Iterable[InputOption], *, integers_below: int = 2, on
         if isinstance(option.value, Target):
             value = call_target(option.value)
         else:
-            value = _draw_tensor(option.value, generator, integers_below)
+            shape = option.value
+            below = 2 if shape.dtype == "bool" else integers_below
+            draw = functools.partial(torch.randint, 0, below) if shape.dtype in INTEGER_DTYPES else torch.randn
+            try:
+                value = draw(shape.sizes, generator=generator, device="meta" if on_meta else "cpu")
+                value = value.to(getattr(torch, shape.dtype))
+            except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # too large for memory or an integer
+                raise ArgumentError(f"--input {shape}: cannot be made: {describe_error(error)}") from error
         if option.name is not None:
             value = {option.name: value}
         if isinstance(value, torch.Tensor):
@@ -319,17 +313,3 @@ def make_arguments(inputs: Iterable[InputOption], *, integers_below: int = 2, on
                 "arguments, or a dict of keyword arguments"
             )
     return ModelArguments(tuple(args), kwargs)
-
-
-def _draw_tensor(shape: InputShape, generator: torch.Generator | None, integers_below: int) -> torch.Tensor:
-    """Draws a tensor; without a generator, makes it on the meta device."""
-    import torch
-
-    device, dtype = "meta" if generator is None else "cpu", getattr(torch, shape.dtype)
-    try:
-        if shape.dtype in INTEGER_DTYPES:
-            below = 2 if shape.dtype == "bool" else integers_below
-            return torch.randint(0, below, shape.sizes, generator=generator, device=device).to(dtype)
-        return torch.randn(shape.sizes, generator=generator, device=device).to(dtype)
-    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # too large for memory, or for an integer
-        raise ArgumentError(f"--input {shape}: cannot be made: {describe_error(error)}") from error

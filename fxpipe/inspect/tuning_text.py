@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.inspect.plan_text import checkpoint_text
 from fxpipe.inspect.svg import notebook_view
-from fxpipe.inspect.table import (
-    Cell,
-    Column,
-    Table,
-    bytes_column,
-    number_column,
-    seconds_column,
-    share_column,
-    text_column,
-)
+from fxpipe.inspect.table import Cell, Column, Table, bytes_column, number_column, text_column
 from fxpipe.utils.text_table import wrap_text
 from fxpipe.utils.units import count_text, human_seconds, percent
 
@@ -31,19 +22,27 @@ def tuning_table(tuning: Tuning, most: int, is_cut: bool = False) -> Table[Candi
     """Returns a table of the first `most` candidates and the best; `is_cut`: only candidates with a plan."""
     rows = [row for row in tuning.rows if row.plan is not None or not is_cut]
     rows = rows[:most] + [row for row in rows[most:] if row is tuning.best]
+    devices = len(tuning.devices) * tuning.best.data_parallel
+
+    def replicas(row: CandidateResult) -> str:
+        """Formats `8 x 4, data outside`: devices of a replica, number of replicas, and outer mesh dimension."""
+        order = f", {row.mesh[0]} outside" if devices > row.data_parallel > 1 else ""
+        return f"{devices // row.data_parallel} x {row.data_parallel}{order}"
+
+    def step(row: CandidateResult) -> Cell | None:
+        bound = "≥ " if row.plan is None else ""
+        return Cell(bound + human_seconds(row.step_seconds), row.step_seconds) if row.step_seconds else None
+
     columns: list[Column[CandidateResult]] = [
         text_column("", lambda row: "->" if row is tuning.best else ""),
         text_column("schedule", lambda row: row.schedule.partition("\n")[0].partition(":")[0]),
-        text_column("pipeline x data", lambda row: _replicas_text(tuning, row)),
+        text_column("pipeline x data", replicas),
         number_column("chunks", lambda row: row.chunks),
-        text_column(
-            "checkpoint",
-            lambda row: checkpoint_text(row.checkpoint),
-        ),
+        text_column("checkpoint", lambda row: checkpoint_text(row.checkpoint)),
         number_column("stages per\ndevice", lambda row: row.stages_per_device),
-        Column("step", _step_cell),
-        seconds_column("measured", lambda row: row.measured_seconds),
-        share_column("idle", lambda row: None if row.plan is None else row.simulation.mean_bubble),
+        Column("step", step),
+        number_column("measured", lambda row: row.measured_seconds, human_seconds),
+        number_column("idle", lambda row: None if row.plan is None else row.simulation.mean_bubble, percent),
         bytes_column("peak memory", lambda row: None if row.plan is None else row.peak),
         bytes_column("lacks", lambda row: row.lacks if row.lacks > 0 else None),
     ]
@@ -53,19 +52,6 @@ def tuning_table(tuning: Tuning, most: int, is_cut: bool = False) -> Table[Candi
         "lacks": all(row.lacks <= 0 for row in tuning.rows),
     }
     return Table([column for column in columns if not hidden.get(column.name)], rows, keys=2, missing="")
-
-
-def _step_cell(row: CandidateResult) -> Cell | None:
-    if not row.step_seconds:
-        return None
-    return Cell(("≥ " if row.plan is None else "") + human_seconds(row.step_seconds), row.step_seconds)
-
-
-def _replicas_text(tuning: Tuning, row: CandidateResult) -> str:
-    """Formats `8 x 4, data outside`: devices of a replica, number of replicas, and outer mesh dimension."""
-    devices = len(tuning.devices) * tuning.best.data_parallel
-    order = f", {row.mesh[0]} outside" if devices > row.data_parallel > 1 else ""
-    return f"{devices // row.data_parallel} x {row.data_parallel}{order}"
 
 
 def tuning_text(tuning: Tuning, is_whole: bool = False, remaining: str = ".rows has") -> str:

@@ -20,8 +20,9 @@ import torch
 from fxpipe.runtime.bound_program import BoundProgram, different_programs
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.scheduling.replicas import replica_of
-from fxpipe.simulation.timeline import Span, StepTimeline, TimelineMixin, TransferRecord, timeline_lines
+from fxpipe.simulation.timeline import HasTimeline, Span, StepTimeline, TransferRecord, timeline_lines
 from fxpipe.utils import accelerator
+from fxpipe.utils.files import write_atomically
 from fxpipe.utils.text_table import show_as_printed, text_table
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
@@ -113,7 +114,7 @@ class DeviceRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord(TimelineMixin):
+class StepRecord(HasTimeline):
     """The last `forward_backward`, or drop-in forward and, after it has run, backward. `print` shows a summary."""
 
     schedule: str
@@ -181,7 +182,6 @@ class StepRecord(TimelineMixin):
             is_simulated=False,
             devices=tuple(device.name for device in self.devices),
             spans=self.spans,
-            waited=tuple(one.waited for one in self.actions),
             seconds=self.seconds,
             on_core=cores if len(cores) == len(self.actions) else (),
             away=self.away,
@@ -197,9 +197,9 @@ class StepRecord(TimelineMixin):
         Raises:
             FileError: the file cannot be written.
         """
-        from fxpipe.inspect.perfetto import write_perfetto
+        from fxpipe.inspect.perfetto import perfetto_text
 
-        write_perfetto(self, path)
+        write_atomically(path, perfetto_text(self).encode(), "a trace")
 
     _repr_pretty_ = show_as_printed
 

@@ -108,10 +108,6 @@ def simulate_stream(
     window = SteadyWindow.of(name, n, micro_batches, replicas)
     schedule = stream_schedule(name, n, micro_batches, window.mini_batches, modes, replicas)
     whole = simulate_checked(schedule, tuple(stages), tuple(transfers), overlaps, one_interpreter)
-    return replace(whole, steady=_steady_state(whole, window, micro_batches))
-
-
-def _steady_state(whole: Simulation, window: SteadyWindow, micro_batches: int) -> SteadyState:
     count, devices = window.last - window.first, range(len(whole.schedule.rows))
     starts, ends = (dict.fromkeys(devices, limit) for limit in (whole.seconds, 0.0))
     updated: dict[int, float] = {}  # by mini-batch: the end of the update of stage 0
@@ -124,7 +120,7 @@ def _steady_state(whole: Simulation, window: SteadyWindow, micro_batches: int) -
             updated[t] = span.end
         if window.first < t <= window.last:
             busy[d] += span.seconds
-    return SteadyState(
+    steady = SteadyState(
         window.mini_batches,
         micro_batches,
         window.first,
@@ -134,6 +130,7 @@ def _steady_state(whole: Simulation, window: SteadyWindow, micro_batches: int) -
         warm_up=max(starts.values()),
         drain=whole.seconds - min(ends.values()),
     )
+    return replace(whole, steady=steady)
 
 
 __all__ = [

@@ -144,21 +144,29 @@ def transfers_of(
     return tuple(Transfer(s, t, bytes, seconds(s, t, bytes) if seconds is not None else 0.0) for s, t in pairs)
 
 
+_NO_NUMBERS = ("over", "host", "runs_ahead")
+
+
 def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], count: int) -> None:
     """Raises `ArgumentError` unless each of `count` stages has a cost and all numbers are valid."""
     if len(stages) != count:
         raise ArgumentError(f"stages has {len(stages)} costs; give {count}, one for each stage of the schedule")
+    named = [(f"stages[{j}]", StageCost, stage) for j, stage in enumerate(stages)]
+    hosts = [(f"stages[{j}].host", HostCost, stage.host) for j, stage in enumerate(stages) if stage.host is not None]
+    sent = [(f"transfers[{k}]", Transfer, transfer) for k, transfer in enumerate(transfers)]
+    for name, kind, cost in (*named, *hosts, *sent):
+        for field in fields(kind):  # those of a plan have more
+            value = getattr(cost, field.name)
+            if field.name not in _NO_NUMBERS and value is not None and not (math.isfinite(value) and value >= 0):
+                what = "size; give bytes" if field.name.endswith("bytes") else "time; give seconds"
+                raise ArgumentError(f"{name}.{field.name}={value!r} is no {what}, 0 or more and finite")
     for j, stage in enumerate(stages):
-        _check_numbers(f"stages[{j}]", StageCost, stage)
-        if stage.host is not None:
-            _check_numbers(f"stages[{j}].host", HostCost, stage.host)
         if stage.weight is not None and stage.weight > stage.backward:
             raise ArgumentError(
                 f"stages[{j}].weight={stage.weight!r} is more than its backward={stage.backward!r}, of which it is a "
                 "part: give in backward the seconds of inputs and weights together"
             )
     for k, transfer in enumerate(transfers):
-        _check_numbers(f"transfers[{k}]", Transfer, transfer)
         for name in ("source", "target"):
             if getattr(transfer, name) not in range(count):
                 raise ArgumentError(
@@ -166,16 +174,3 @@ def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], coun
                 )
         if transfer.source == transfer.target:
             raise ArgumentError(f"transfers[{k}] goes from stage {transfer.source} to itself: leave it out")
-
-
-_NO_NUMBERS = ("over", "host", "runs_ahead")
-
-
-def _check_numbers(
-    name: str, kind: type[StageCost | Transfer | HostCost], figures: StageCost | Transfer | HostCost
-) -> None:
-    for field in fields(kind):
-        value = getattr(figures, field.name)
-        if field.name not in _NO_NUMBERS and value is not None and not (math.isfinite(value) and value >= 0):
-            what = "size; give bytes" if field.name.endswith("bytes") else "time; give seconds"
-            raise ArgumentError(f"{name}.{field.name}={value!r} is no {what}, 0 or more and finite")

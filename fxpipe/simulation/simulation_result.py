@@ -10,24 +10,14 @@ from typing import Any
 from fxpipe.cluster import Cluster
 from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import Action, ActionKind, Schedule
+from fxpipe.simulation import events
 from fxpipe.simulation.costs import StageCost, Transfer
-from fxpipe.simulation.events import (
-    EventSimulation,
-    HostJob,
-    ReductionSpan,
-    StartedAction,
-    device_by_stage,
-    host_seconds,
-    reductions_of,
-)
 from fxpipe.simulation.timeline import (
     HasTimeline,
     MemoryTimeline,
     Span,
     StepTimeline,
-    TimelineMixin,
     TransferRecord,
-    fullest_devices,
     idle_shares,
     memory_timeline_of,
     timeline_lines,
@@ -64,7 +54,7 @@ class CriticalLeg:
 
 
 def critical_legs(
-    begun: Sequence[Sequence[StartedAction]], reductions: Sequence[ReductionSpan] = ()
+    begun: Sequence[Sequence[events.StartedAction]], reductions: Sequence[events.ReductionSpan] = ()
 ) -> tuple[CriticalLeg, ...]:
     """Returns the legs of the critical path, in order of time."""
     legs: list[CriticalLeg] = []
@@ -103,7 +93,7 @@ def critical_legs(
 
 
 def _host_legs(
-    legs: list[CriticalLeg], begun: Sequence[Sequence[StartedAction]], job: HostJob, end: float
+    legs: list[CriticalLeg], begun: Sequence[Sequence[events.StartedAction]], job: events.HostJob, end: float
 ) -> tuple[int, int, bool] | None:
     """Adds the legs of the host that lead to `end`, a time of `job`.
 
@@ -201,7 +191,8 @@ def compare_steps(simulated: StepTimeline, measured: StepTimeline) -> StepCompar
     Raises:
         ArgumentError: the steps ran different actions.
     """
-    if simulated.has_updates is not measured.has_updates:
+    updating = [any(span.action.kind is ActionKind.UPDATE for span in of.spans) for of in (simulated, measured)]
+    if any(updating) and not all(updating):
         simulated, measured = simulated.without_updates(), measured.without_updates()
     thought, ran = (Counter(span.action for span in of.spans) for of in (simulated, measured))
     if ran != thought:
@@ -272,8 +263,10 @@ class MemoryFit(tuple[bool | None, ...]):
 
     @property
     def fullest(self) -> list[int]:
-        """All devices, first the device closest to its limit; see `fullest_devices`."""
-        return fullest_devices(self.needs, self.limits)
+        """All devices, first the device closest to its limit, or furthest over it; without limits, by their needs."""
+        pairs = zip(self.needs, self.limits, strict=True)
+        shares = [0.0 if limit is None else need / (limit or 1) for need, limit in pairs]
+        return sorted(range(len(shares)), key=lambda d: (-shares[d], -self.needs[d]))
 
     def __str__(self) -> str:
         needs, known = self.needs, {d: limit for d, limit in enumerate(self.limits) if limit is not None}
@@ -305,7 +298,7 @@ class SteadyState:
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation(TimelineMixin):
+class Simulation(HasTimeline):
     """The result of a simulation; `print` draws it."""
 
     schedule: Schedule
@@ -320,7 +313,7 @@ class Simulation(TimelineMixin):
     limits: tuple[float | None, ...] = ()  # bytes, by device; None, or an empty tuple: not known
     one_interpreter: bool = True  # the workers of all devices share one interpreter
     overlaps: bool = True  # transfers run while devices compute
-    reductions: tuple[ReductionSpan, ...] = ()  # gradients over replicas, by device and in order
+    reductions: tuple[events.ReductionSpan, ...] = ()  # gradients over replicas, by device and in order
     cluster: Cluster | None = None  # the nodes of the devices of all replicas; None: not known
     steady: SteadyState | None = None  # None: a step, not a stream
 
@@ -381,7 +374,7 @@ class Simulation(TimelineMixin):
         if any(span.action.kind is ActionKind.UPDATE for span in self.spans):
             return 0.0
         updates = (cost.update for cost in self.stages)
-        return max(self._by_device(zip(device_by_stage(self.schedule), updates, strict=True)))
+        return max(self._by_device(zip(events.device_by_stage(self.schedule), updates, strict=True)))
 
     @property
     def reduction_seconds(self) -> float:
@@ -410,7 +403,7 @@ class Simulation(TimelineMixin):
         reduced = [0.0, 0.0]
         groups = [(cluster.worker(one.device), one.bytes) for one in self.reductions]
         if self.steady is not None and self.schedule.replicas:
-            device_of = device_by_stage(self.schedule)
+            device_of = events.device_by_stage(self.schedule)
             updates = (s.action.stage for s in self.spans if s.action.kind is ActionKind.UPDATE)
             for stage, count in Counter(updates).items():
                 size = self.stages[stage].gradient_bytes * (count / self.steady.mini_batches)
@@ -444,7 +437,7 @@ class Simulation(TimelineMixin):
         locked = (
             (
                 0 if self.one_interpreter else span.device,
-                host_seconds(self.stages[span.action.stage].host, span.action.kind, False)[0],
+                events.host_seconds(self.stages[span.action.stage].host, span.action.kind, False)[0],
             )
             for span in self.spans
         )
@@ -484,16 +477,11 @@ class Simulation(TimelineMixin):
         has_bytes = any(cost.memory(1, 1) for cost in self.stages)
         trains = any(span.action.kind is ActionKind.BACKWARD for span in self.spans)
         spans = tuple(sorted(self.spans, key=lambda span: (span.start, span.device)))
-        ended, waited = [0.0] * len(self.devices), []
-        for span in spans:
-            waited.append(max(0.0, span.start - ended[span.device]))
-            ended[span.device] = span.end
         return StepTimeline(
             schedule=self.schedule.name,
             is_simulated=True,
             devices=self.devices,
             spans=spans,
-            waited=tuple(waited),
             seconds=self.seconds,
             memory=self.memory if has_memory and has_bytes else (),
             limits=self.limits,
@@ -570,8 +558,8 @@ def simulate_checked(
     one_interpreter: bool,
 ) -> Simulation:
     """Simulates a valid schedule with valid costs; see `simulate_schedule`."""
-    begun = EventSimulation(schedule, stages, transfers, overlaps, one_interpreter).run()
-    reductions = reductions_of(begun, stages)
+    begun = events.EventSimulation(schedule, stages, transfers, overlaps, one_interpreter).run()
+    reductions = events.reductions_of(begun, stages)
     return Simulation(
         schedule,
         stages,

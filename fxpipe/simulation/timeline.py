@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from fxpipe.scheduling import Action, ActionKind, split_backwards
 from fxpipe.simulation.costs import StageCost
@@ -129,25 +128,12 @@ class StepTimeline:
     is_simulated: bool
     devices: tuple[str, ...]  # the name of each device; "" if it has none
     spans: tuple[Span, ...]  # in order of their start
-    waited: tuple[float, ...]  # idle seconds of its device before each span
     seconds: float
     memory: tuple[MemoryTimeline, ...] = ()  # by device; empty: not known
     limits: tuple[float | None, ...] = ()  # bytes, by device, if memory is known; None: not known
     on_core: tuple[float, ...] = ()  # seconds of each span in which its worker had a core; empty: not known
     away: float = 0.0  # seconds between forward and backward of a drop-in, excluded from all times
     loss_seconds: float = 0.0  # seconds of the loss in all F of the last stage
-
-    @property
-    def rows(self) -> tuple[tuple[Span, ...], ...]:
-        """The spans of each device, in order."""
-        rows: list[list[Span]] = [[] for _ in self.devices]
-        for span in self.spans:
-            rows[span.device].append(span)
-        return tuple(map(tuple, rows))
-
-    @property
-    def has_updates(self) -> bool:
-        return any(span.action.kind is ActionKind.UPDATE for span in self.spans)
 
     def without_updates(self) -> StepTimeline:
         """Returns the timeline without updates of weights, which follow all other actions of their device."""
@@ -156,7 +142,6 @@ class StepTimeline:
         return replace(
             self,
             spans=spans,
-            waited=tuple(self.waited[k] for k in kept),
             seconds=max((span.end for span in spans), default=0.0),
             on_core=tuple(self.on_core[k] for k in kept) if self.on_core else (),
         )
@@ -164,7 +149,10 @@ class StepTimeline:
     @property
     def busy(self) -> tuple[float, ...]:
         """The busy seconds of each device."""
-        return tuple(sum(span.seconds for span in row) for row in self.rows)
+        busy = [0.0] * len(self.devices)
+        for span in self.spans:
+            busy[span.device] += span.seconds
+        return tuple(busy)
 
     @property
     def bubble(self) -> tuple[float, ...]:
@@ -175,45 +163,26 @@ class StepTimeline:
     def mean_bubble(self) -> float:
         return sum(self.bubble) / len(self.devices) if self.devices else 0.0
 
-    @property
-    def stages(self) -> int:
-        return len({span.action.stage for span in self.spans})
-
-    @property
-    def micro_batches(self) -> int:
-        return len({span.action.micro_batch for span in self.spans})
-
 
 def idle_shares(busy: Sequence[float], seconds: float) -> tuple[float, ...]:
     """Computes the share of a step, 0 to 1, in which each device idles."""
     return tuple(max(0.0, 1 - time / seconds) if seconds else 0.0 for time in busy)  # rounding may go below 0
 
 
-def fullest_devices(needs: Sequence[float], limits: Sequence[float | None]) -> list[int]:
-    """Sorts devices: first the device closest to its limit, or furthest over it; without limits, by their needs."""
-    shares = [0.0 if limit is None else need / (limit or 1) for need, limit in zip(needs, limits, strict=True)]
-    return sorted(range(len(needs)), key=lambda d: (-shares[d], -needs[d]))
-
-
-@runtime_checkable
-class HasTimeline(Protocol):
-    """An object with the timeline of a step, such as a `Simulation` or a `StepRecord`."""
-
-    def as_step(self, *, has_memory: bool = True) -> StepTimeline:
-        """Returns the step, with or without memory over time, which is the slowest part to compute."""
-        ...
-
-    def arrows(self) -> Iterator[TransferRecord]:
-        """Yields all transfers between stages."""
-        ...
-
-
-class TimelineMixin:
-    """A base class for a `HasTimeline`: draws it into a file and in a notebook."""
+class HasTimeline:
+    """A base class for objects with the timeline of a step: draws it into a file and in a notebook."""
 
     __slots__ = ()
 
-    def save_timeline(self: HasTimeline, path: str | Path, *, title: str = "") -> None:
+    def as_step(self, *, has_memory: bool = True) -> StepTimeline:
+        """Returns the step, with or without memory over time, which is the slowest part to compute."""
+        raise NotImplementedError
+
+    def arrows(self) -> Iterator[TransferRecord]:
+        """Yields all transfers between stages."""
+        raise NotImplementedError
+
+    def save_timeline(self, path: str | Path, *, title: str = "") -> None:
         """Draws the actions of each device over time: `.svg`, or `.json` for Perfetto.
 
         Raises:
@@ -224,7 +193,7 @@ class TimelineMixin:
 
         save_timeline(self, path, title=title)
 
-    def _repr_html_(self: HasTimeline) -> str:
+    def _repr_html_(self) -> str:
         from fxpipe.inspect.gantt import step_html
 
         return step_html(self.as_step())

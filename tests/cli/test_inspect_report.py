@@ -10,7 +10,7 @@ import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.report import chunks_to_compare, chunks_variants, report_page, save_report
 from fxpipe.inspect.stage_graph import save_graph
-from fxpipe.inspect.step_summary import schedule_outcomes
+from fxpipe.inspect.step_summary import outcome_of, schedule_outcomes
 from fxpipe.scheduling import make_schedule
 from fxpipe.utils.units import human_seconds
 
@@ -72,9 +72,9 @@ def test_schedules_are_compared_and_those_that_cannot_be_say_why():
     assert "inference" not in found
 
 
-def test_a_sweep_is_in_order_of_devices():
-    plans = [drawn_plan(n) for n in (4, 1, 2)]
-    text = report_page(plans[0], sweep=plans)
+def test_a_sweep_is_a_table_of_devices():
+    rows = [outcome_of(n, "1f1b", drawn_plan(n)) for n in (1, 2, 4)]
+    text = report_page(drawn_plan(4), sweep=rows)
     part = text[text.index('<section id="devices">') :].partition("</section>")[0]
     steps = re.findall(r'<td class="number(?: marked)?" data-value="[^"]+">([\d.]+ m?s)</td>', part)
     assert steps == [human_seconds(fxpipe.simulate(drawn_plan(n)).step_seconds) for n in (1, 2, 4)]

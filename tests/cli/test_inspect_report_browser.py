@@ -10,6 +10,7 @@ import pytest
 from helpers.drawn_plans import drawn_plan, portals_between
 
 from fxpipe.inspect.report import chunks_variants, save_report
+from fxpipe.inspect.step_summary import outcome_of
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.data import OpaqueNode, TiedParameter
 from fxpipe.utils.units import human_bytes, human_seconds
@@ -49,7 +50,7 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def report(plan: Plan, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    save_report(plan, path, title=EVIL, sweep=[drawn_plan(n) for n in (4, 1, 2)])
+    save_report(plan, path, title=EVIL, sweep=[outcome_of(n, "1f1b", drawn_plan(n)) for n in (1, 2, 4)])
     return path
 
 

@@ -13,9 +13,9 @@ from torch import nn
 import fxpipe
 from fxpipe.inspect.json_document import plan_document, simulation_document
 from fxpipe.inspect.report import report_page, stages_section
-from fxpipe.inspect.scene import Text
 from fxpipe.inspect.stage_graph import draw_stage_graph
 from fxpipe.inspect.step_summary import one_device_text
+from fxpipe.inspect.svg import Text
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.data import PlannedSize, StageBytes
 from fxpipe.planning.plans.figures import plan_figures

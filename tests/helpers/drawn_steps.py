@@ -1,7 +1,7 @@
 """Steps to draw, and what tests ask a picture."""
 
-from fxpipe.inspect.scene import Area, Bars, Line, Rect, Scene, Text
 from fxpipe.inspect.style import text_width
+from fxpipe.inspect.svg import Area, Bars, Line, Rect, Scene, Text
 from fxpipe.runtime import ActionRecord, DeviceRecord, StepRecord, TransferRecord
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Action, ActionKind

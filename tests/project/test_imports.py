@@ -58,8 +58,8 @@ def test_a_circle_is_found():
 NO_DRAWING = ("fxpipe.runtime", "fxpipe.simulation")
 DRAWING = "fxpipe.inspect"
 DRAWS_WHEN_ASKED = {
-    ("fxpipe.simulation.timeline", "TimelineMixin.save_timeline"),
-    ("fxpipe.simulation.timeline", "TimelineMixin._repr_html_"),
+    ("fxpipe.simulation.timeline", "HasTimeline.save_timeline"),
+    ("fxpipe.simulation.timeline", "HasTimeline._repr_html_"),
     ("fxpipe.runtime.step_record", "StepRecord.save_trace"),
 }
 

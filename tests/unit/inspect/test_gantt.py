@@ -8,12 +8,10 @@ from itertools import pairwise
 import pytest
 from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, simulated
 
-from fxpipe.inspect.gantt import GANTT_MARGIN, MAX_BOXES, TIMELINE_FORMATS, draw_gantt, gantt_layout
-from fxpipe.inspect.memory_chart import PANEL_COLOUR
+from fxpipe.inspect.gantt import GANTT_MARGIN, MAX_BOXES, PANEL_COLOUR, TIMELINE_FORMATS, draw_gantt, gantt_layout
 from fxpipe.inspect.perfetto import perfetto_trace
-from fxpipe.inspect.scene import Area, Bars, Line, Rect, Scene, Text
 from fxpipe.inspect.style import KIND_COLOURS, RECEIVING_COLOUR
-from fxpipe.inspect.svg import svg_of
+from fxpipe.inspect.svg import Area, Bars, Line, Rect, Scene, Text, svg_of
 from fxpipe.runtime.step_record import ActionRecord, StepRecord
 from fxpipe.scheduling import Action, ActionKind
 from fxpipe.simulation import Simulation

@@ -8,9 +8,8 @@ from operator import mul
 import pytest
 
 from fxpipe.inspect import style as colours
-from fxpipe.inspect.scene import Area, Bars, Curve, Line, Rect, Scene, Text, arrow_head
 from fxpipe.inspect.style import fit_text, text_width
-from fxpipe.inspect.svg import svg_of
+from fxpipe.inspect.svg import PAPER, Area, Bars, Curve, Line, Rect, Scene, Text, arrow_head, svg_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 RED, BLUE = "#ff0000", "#0000ff"
@@ -119,7 +118,7 @@ def _seen(colour: str, eye: str) -> tuple[float, float, float]:
 @pytest.mark.parametrize(
     "palette",
     [
-        {**{str(kind): colour for kind, colour in colours.KIND_COLOURS.items()}, "bubble": colours.PAPER},
+        {**{str(kind): colour for kind, colour in colours.KIND_COLOURS.items()}, "bubble": PAPER},
         {name: colours.MEMORY_COLOURS[name] for name in ("activations", "portals", "working")},
     ],
     ids=["kinds of actions", "parts of memory"],
@@ -149,6 +148,6 @@ def _contrast(one: str, other: str) -> float:
 
 def test_letters_are_legible_on_every_colour():
     for kind, colour in colours.KIND_COLOURS.items():
-        assert _contrast(colours.PAPER if kind in colours.DARK_KINDS else colours.INK, colour) >= 4.5
+        assert _contrast(PAPER if kind in colours.DARK_KINDS else colours.INK, colour) >= 4.5
     for colour in (colours.INK, colours.FAINT, colours.LIMIT_COLOUR):
-        assert _contrast(colour, colours.PAPER) >= 4.5
+        assert _contrast(colour, PAPER) >= 4.5

@@ -8,7 +8,6 @@ import pytest
 from helpers.drawn_plans import dense_portals, drawn_plan, portals_between
 
 from fxpipe.inspect.plan_text import portals_table
-from fxpipe.inspect.scene import Curve, Rect, Scene, Text
 from fxpipe.inspect.stage_graph import (
     ARC_COLOURS,
     BAND,
@@ -19,6 +18,7 @@ from fxpipe.inspect.stage_graph import (
     node_groups_of,
 )
 from fxpipe.inspect.style import text_width
+from fxpipe.inspect.svg import Curve, Rect, Scene, Text
 from fxpipe.planning.plans import Plan
 
 PLANS = {
