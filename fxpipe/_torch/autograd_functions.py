@@ -3,13 +3,9 @@
     tri = Tri.apply            # bound before the block
     tri(x)
 
-Replacing only the attribute `apply` would miss this call. So:
-
-- up to torch 2.13 `Function.apply` is one Python function for all classes: its code is replaced;
-- from torch 2.14 on it is a C function. The attribute is replaced. An `apply` that was bound earlier runs, and its C
-  code then reads attributes of the class, in this order: `_backward_cls`, which creates the context, `setup_context`,
-  and `forward`, with gradients disabled. The metaclass reports these reads (`ApplicationObserver`); in all versions
-  this also covers direct calls of the C function.
+The attribute `apply` is replaced, which misses this call. An `apply` that was bound earlier runs C code, which reads
+attributes of the class, in this order: `_backward_cls`, which creates the context, `setup_context`, and `forward`, with
+gradients disabled. The metaclass reports these reads (`ApplicationObserver`), from torch 2.11 to 2.14.
 
 Detection of a transform of `torch.func` is required, and unchanged from torch 2.11 to 2.14. `apis.vmap_impl`, through
 which every vmap passes, is optional: without it a model is refused at its first function inside vmap, or becomes opaque
@@ -22,7 +18,6 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -40,9 +35,6 @@ Apply = Callable[..., Any]  # (function, *args, **kwargs) -> what torch's own `a
 ApplyHandler = Callable[[Apply, FunctionClass, tuple[Any, ...], dict[str, Any]], Any]
 
 _SETUP_CONTEXT = torch.autograd.Function.setup_context
-_handlers: list[
-    Callable[[FunctionClass, tuple[Any, ...], dict[str, Any]], Any]
-] = []  # one for each open block, the innermost last
 
 
 class ApplicationObserver(Protocol):
@@ -69,67 +61,22 @@ def has_context(function: FunctionClass) -> bool:
 def intercept_apply(call: ApplyHandler, inside: ApplicationObserver | None = None) -> Iterator[None]:
     """A block in which `call(apply, function, args, kwargs)` runs for each application of an `autograd.Function`.
 
-    In all threads. Blocks may be nested.
+    In all threads. Blocks may be nested. Applications by an `apply` that was bound earlier are only `inside`'s.
     """
-    with contextlib.nullcontext() if inside is None else _observe_applications(inside):
-        own = torch.autograd.Function.__dict__["apply"]
-        shared: Any = getattr(own, "__func__", None)
-        # The new code must have the same free variables: only `__class__`, for `super()`, in all known versions.
-        is_known = isinstance(shared, FunctionType) and shared.__code__.co_freevars == ("__class__",)
-        with _replace_code(shared, call) if is_known else _replace_attribute(own, call):
-            yield
+    own = torch.autograd.Function.__dict__["apply"]
 
-
-@contextlib.contextmanager
-def _replace_code(shared: Any, call: ApplyHandler) -> Iterator[None]:
-    code = shared.__code__
-    plain: Apply
-    if _handlers:
-        outer = _handlers[-1]
-
-        def plain(function: FunctionClass, *args: Any, **kwargs: Any) -> Any:
-            return outer(function, args, kwargs)
-
-    else:
-        plain = FunctionType(code, shared.__globals__, shared.__name__, shared.__defaults__, shared.__closure__)
-        plain.__kwdefaults__ = shared.__kwdefaults__
-    _handlers.append(lambda function, args, kwargs: call(plain, function, args, kwargs))
-    shared.__code__ = _StandIn.__dict__["apply"].__code__
-    try:
-        yield
-    finally:
-        shared.__code__ = code
-        _handlers.pop()
-
-
-class _StandIn:
-    """Holds the code that replaces the code of `Function.apply`; it runs with the globals of torch's module."""
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        from fxpipe._torch.autograd_functions import dispatch_apply
-
-        __class__  # type: ignore[name-defined]  # noqa: B018  # the free variable of torch's code
-        return dispatch_apply(cls, args, kwargs)
-
-
-def dispatch_apply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls the innermost block's handler for an application of an autograd function."""
-    return _handlers[-1](function, args, kwargs)
-
-
-@contextlib.contextmanager
-def _replace_attribute(own: Any, call: ApplyHandler) -> Iterator[None]:
     def plain(function: FunctionClass, *args: Any, **kwargs: Any) -> Any:
         return own.__get__(None, function)(*args, **kwargs)
 
     def apply(function: FunctionClass, *args: Any, **kwargs: Any) -> Any:
         return call(plain, function, args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+    with contextlib.nullcontext() if inside is None else _observe_applications(inside):
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -176,8 +176,7 @@ def test_a_function_that_is_applied_to_what_needs_no_gradient_is_a_node_as_well(
 
 
 def test_applying_is_as_it_was_after_a_block_and_for_nested_ones() -> None:
-    apply, code = Function.__dict__["apply"], getattr(Tri.apply, "__code__", None)
-    seen = []
+    apply, seen = Function.__dict__["apply"], []
 
     def note(name: str) -> Any:
         def call(plain: Any, function: Any, args: Any, kwargs: Any) -> Any:
@@ -188,16 +187,12 @@ def test_applying_is_as_it_was_after_a_block_and_for_nested_ones() -> None:
 
     with intercept_apply(note("outer")):
         with intercept_apply(note("inner")):
-            tri(torch.ones(2)), Tri.apply(torch.ones(2))
-        tri(torch.ones(2))
+            tri(torch.ones(2)), Tri.apply(torch.ones(2))  # the former was bound before
         with intercept_apply(note("middle")), intercept_apply(note("inner")):
             Tri.apply(torch.ones(2))
     tri(torch.ones(2))
-    is_shared = code is not None  # in torch 2.14 only the attribute is replaced
-    twice = ["inner", "outer"] * 2 + ["outer"] if is_shared else ["inner", "outer"]
-    assert seen == [*twice, "inner", "middle", "outer"]
+    assert seen == ["inner", "outer", "inner", "middle", "outer"]
     assert Function.__dict__["apply"] is apply
-    assert getattr(Tri.apply, "__code__", None) is code
     assert "__getattribute__" not in FunctionMeta.__dict__
 
 
