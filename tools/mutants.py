@@ -1968,7 +1968,7 @@ DISTRIBUTED = (
     ),
     Mutant(
         "planning/choose.py",
-        "is_relayed=relays_values(placed)",
+        "is_relayed=placed.is_over_processes and are_adjacent",
         "is_relayed=False",
         "unit/planning/plans/test_plan_packets.py",
     ),

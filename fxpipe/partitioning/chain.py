@@ -145,7 +145,6 @@ class StageLoad:
 
     cost: StageCost
     recompute: bool  # if True, its forward runs again before its backward
-    receive_seconds: float  # values in forward, gradients in backward
     seconds: float  # computation and transfers for one micro-batch
     memory: float  # bytes, for all micro-batches held at one time, at the largest sizes
     memory_cost: StageCost  # at the largest sizes
@@ -170,7 +169,7 @@ def stage_loads(
                 transfers.append(sending_seconds(flow, links[j]))
         work = [*forward, *backward, *(forward if again else ())]
         memory = held.memory(site.in_flight, site.activations(again))
-        loads.append(StageLoad(cost, again, math.fsum(transfers), math.fsum(work + transfers), memory, held))
+        loads.append(StageLoad(cost, again, math.fsum(work + transfers), memory, held))
     return tuple(loads)
 
 

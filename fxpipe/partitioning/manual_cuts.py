@@ -263,29 +263,25 @@ def placements_for_pins(
         if not places and (is_elsewhere or not (name in nodes.inside or name in nodes.empty)):
             raise PartitionError(unknown_name_message(name, nodes))
         device_of |= dict.fromkeys(places, pins[name])
-    ways = [_StagesForPins(_first_placement(device_of, placement, len(nodes.costs)), ())]
-    for place, device in sorted(device_of.items()):
-        ways = [longer for way in ways for longer in way.with_pin(place, device)][:MAX_WAYS]
-    placements = (way.bounded(len(nodes.costs)) for way in sorted(ways, key=lambda way: len(way.placement)))
-    possible = tuple(way for way in placements if way is not None)
-    if not possible:
-        raise PartitionError(
-            f"pin={dict(pins)!r}: the {len(nodes.costs)} nodes are too few for the stages that this takes; use fewer "
-            "devices, or pin less"
-        )
-    return possible
-
-
-def _first_placement(device_of: Mapping[int, int], placement: Sequence[int], n: int) -> tuple[int, ...]:
-    """Returns the initial placement: as given, but first the device of the first node; no device without nodes."""
-    if len(device_of) == n:  # a map of all modules: one stage per run, unless the given placement matches
-        runs = tuple(device for device, _ in groupby(device_of[place] for place in range(n)))
-        return tuple(placement) if tuple(device for device, _ in groupby(placement)) == runs else runs
-    first = device_of.get(0, placement[0])
+    n, first = len(nodes.costs), device_of.get(0, placement[0])
     rest = [*placement]
     if first in rest:
         rest.remove(first)
-    return (first, *rest)
+    begin = (first, *rest)  # as given, but first the device of the first node; no device without nodes
+    if len(device_of) == n:  # a map of all modules: one stage per run, unless the given placement matches
+        runs = tuple(device for device, _ in groupby(device_of[place] for place in range(n)))
+        begin = tuple(placement) if tuple(device for device, _ in groupby(placement)) == runs else runs
+    ways = [_StagesForPins(begin, ())]
+    for place, device in sorted(device_of.items()):
+        ways = [longer for way in ways for longer in way.with_pin(place, device)][:MAX_WAYS]
+    placements = (way.bounded(n) for way in sorted(ways, key=lambda way: len(way.placement)))
+    possible = tuple(way for way in placements if way is not None)
+    if not possible:
+        raise PartitionError(
+            f"pin={dict(pins)!r}: the {n} nodes are too few for the stages that this takes; use fewer "
+            "devices, or pin less"
+        )
+    return possible
 
 
 @dataclass(frozen=True, slots=True)

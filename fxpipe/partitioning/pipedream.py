@@ -98,8 +98,6 @@ def pipedream_partition(
 
 
 class _LayerSums:
-    """Prefix sums over the layers."""
-
     def __init__(
         self, times: Sequence[float], activations: Sequence[float], weights: Sequence[float], required: Sequence[int]
     ) -> None:

@@ -98,7 +98,16 @@ class CutSearch:
 
     def least_bottleneck(self) -> int | None:
         """Returns the least feasible limit, in the unit of `seconds`; None if no cut fits into memory."""
-        low = self._lower_bound()
+
+        def computes(limit: int) -> bool:  # are stages within the limit if only computation takes time
+            place = 0
+            for work in self._work:
+                furthest = bisect_right(work, work[place] + limit, lo=place) - 1
+                count = bisect_right(self._places, furthest)
+                place = max(place, self._places[count - 1] if count else 0)
+            return place == self._n
+
+        low = least_integer(0, max(work[-1] for work in self._work), computes)
         if self.fits(low):
             return low
         if (self._bytes is not None or self._bounded or len(self._places) < len(self._sites)) and not self.fits():
@@ -200,19 +209,6 @@ class CutSearch:
         return [
             (self._all | 1) & bits_below(end + 1) & ~bits_below(start) for start, end in zip(first, last, strict=True)
         ]
-
-    def _lower_bound(self) -> int:
-        """Computes the least bottleneck if only computation takes time."""
-
-        def is_enough(limit: int) -> bool:
-            place = 0
-            for work in self._work:
-                furthest = bisect_right(work, work[place] + limit, lo=place) - 1
-                count = bisect_right(self._places, furthest)
-                place = max(place, self._places[count - 1] if count else 0)
-            return place == self._n
-
-        return least_integer(0, max(work[-1] for work in self._work), is_enough)
 
     def _values_between(self, low: int, high: int) -> list[int]:
         """Lists the seconds above `low` that a stage can have in a cut within `high`."""

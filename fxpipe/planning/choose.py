@@ -119,6 +119,9 @@ def _cut_problem(
     required = _required_starts(traced, nodes, settings, len(way.placement))
     placed = _with_placement(settings, way.placement)
     kinds = remaining_kinds(settings, placed)
+    # Over processes, each with adjacent stages, values go only to neighbors. A process with several runs of stages
+    # keeps what it received: then the number of transfers depends on all cuts.
+    are_adjacent = len(neighbour_groups(placed.placement)) == len({*placed.placement})
     bounded = replace(
         chain,
         forward=tuple(chain.forward[kind] for kind in kinds),
@@ -127,17 +130,9 @@ def _cut_problem(
         first_stages=way.first_stages,
         last_stages=way.last_stages,
         required_cuts=required,
-        is_relayed=relays_values(placed),
+        is_relayed=placed.is_over_processes and are_adjacent,
     )
     return CutProblem(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), batch)
-
-
-def relays_values(settings: Settings) -> bool:
-    """Returns True if stages send values only to their neighbors: over processes, each with adjacent stages.
-
-    A process with several runs of stages keeps what it received: then the number of transfers depends on all cuts.
-    """
-    return settings.is_over_processes and len(neighbour_groups(settings.placement)) == len({*settings.placement})
 
 
 def _required_starts(traced: Traced, nodes: NodeSequence, settings: Settings, stages: int) -> tuple[int, ...]:
@@ -215,7 +210,7 @@ def cut_of(
         compared = (*compared, Bottleneck(balance, _bottleneck(loads, problem)))
     costs = tuple(_stage_costs(problem, starts, loads))
     transfers = tuple(_cut_transfers(problem.chain, sites, starts))
-    simulation = _simulate_cut(problem, costs, [load.recompute for load in loads], transfers)
+    simulation = _simulate_cut(problem, costs, recompute, transfers)
     own = problem.traced, starts, problem.settings, tuple(sites), loads, costs
     return Cut(*own, balance, compared, transfers, simulation, problem.profiles)
 
@@ -340,8 +335,7 @@ def _more_devices(problem: CutProblem) -> Iterator[RemedyTrial]:
             checkpoint=settings.checkpoint if isinstance(settings.checkpoint, str) else "auto",
             memory_limits=None if limits is None else (*limits, *limits[-1:] * more),
         )
-        chain = _with_asked_balance(problem, problem.chain, larger)
-        yield RemedyTrial(f"use {count} devices", chain, stage_devices_of(larger, problem.batch))
+        yield _with_settings(problem, larger, f"use {count} devices")
 
 
 def _smaller_micro_batches(problem: CutProblem) -> Iterator[RemedyTrial]:
@@ -366,17 +360,17 @@ def _fewer_versions(problem: CutProblem) -> Iterator[RemedyTrial]:
 
 
 def _with_settings(problem: CutProblem, settings: Settings, words: str) -> RemedyTrial:
-    samples = settings.largest_micro_batch(problem.batch)
-    smaller = chain_of(problem.traced, problem.profiles, samples, problem.chain.forbidden_cuts)
-    bounded = replace(
-        smaller,
-        first_stages=problem.chain.first_stages,
-        last_stages=problem.chain.last_stages,
-        required_cuts=problem.chain.required_cuts,
-        is_relayed=problem.chain.is_relayed,
-    )
+    samples, chain = settings.largest_micro_batch(problem.batch), problem.chain
+    if samples != problem.settings.largest_micro_batch(problem.batch):
+        chain = replace(
+            chain_of(problem.traced, problem.profiles, samples, chain.forbidden_cuts),
+            first_stages=chain.first_stages,
+            last_stages=chain.last_stages,
+            required_cuts=chain.required_cuts,
+            is_relayed=chain.is_relayed,
+        )
     sites = stage_devices_of(settings, problem.batch)
-    return RemedyTrial(words, _with_asked_balance(problem, bounded, settings), sites)
+    return RemedyTrial(words, _with_asked_balance(problem, chain, settings), sites)
 
 
 SHARING_ROUNDS = 3  # in the first, each stage may use all of the memory; six found no more of 55 plans

@@ -125,8 +125,6 @@ def value_flows(traced: Traced) -> Iterable[ValueFlow]:
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """A device of the pipeline for planning."""
-
     kind: int  # devices of one kind are equally fast
     memory: float | None  # bytes available to its stages; None: no limit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -125,19 +125,15 @@ def user_line_of(node: fx.Node) -> str:
 
 
 def tied_parameters(traced: Traced, program: Program) -> tuple[TiedParameter, ...]:
-    names: dict[int, list[str]] = {}
+    names, users = defaultdict[torch.Tensor, list[str]](list), defaultdict[torch.Tensor, list[int]](list)
     for name, parameter in traced.model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names[parameter].append(name)
     nodes = {str(node.target): node for node in traced.graph.nodes if node.op == "get_attr"}
-    users: dict[int, list[int]] = {}
-    sizes: dict[int, int] = {}
     for j, stage in enumerate(program.stages):
         for name in stage.attributes:
-            tensor = attribute_tensor(traced, nodes[name])
-            users.setdefault(id(tensor), []).append(j)
-            sizes[id(tensor)] = tensor_bytes(tensor)
+            users[attribute_tensor(traced, nodes[name])].append(j)
     return tuple(
-        TiedParameter(tuple(own), tuple(dict.fromkeys(users[key])), sizes[key])
+        TiedParameter(tuple(own), tuple(dict.fromkeys(users[key])), tensor_bytes(key))
         for key, own in names.items()
         if key in users and (len(own) > 1 or len({*users[key]}) > 1)
     )

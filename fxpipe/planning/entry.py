@@ -112,15 +112,8 @@ def plan(
         devices = planned_devices(count, parse_hardware_option(hardware))
     elif devices is None:
         devices = _planned_devices(stages, options, data_parallel or 1)
-    arguments: dict[str, Any] = {
-        **options,
-        "devices": devices,
-        "chunks": chunks,
-        "data_parallel": data_parallel,
-        "mesh": mesh,
-        "processes": processes,
-    }
-    settings = make_settings(arguments, anywhere=hardware is not None)
+    own = {"devices": devices, "chunks": chunks, "data_parallel": data_parallel, "mesh": mesh, "processes": processes}
+    settings = make_settings({**options, **own}, anywhere=hardware is not None)
     if stages is not None and stages != len(settings.placement):
         each = len(settings.placement) // len(settings.workers)
         shared = f" of {each} stages" if each > 1 else ""

@@ -267,7 +267,6 @@ def cut_profiled(profiled: ProfiledModel, settings: Settings, explains: bool = T
 
 
 def prepare_cut(cut: Cut, batch: int, settings: Settings) -> PreparedGraph:
-    """Creates the stages of a cut, and the plan that describes them."""
     phase("making stages")
     traced = cut.traced
     modes = tuple("always" if again else "never" for again in cut.recompute)

@@ -130,7 +130,6 @@ def parse_balance(balance: Any, stages: int) -> str | tuple[int, ...] | tuple[st
 
 
 def parse_pins(argument: str, pins: Any, workers: Sequence[torch.device]) -> dict[str, int]:
-    """Maps names of nodes and modules to worker numbers."""
     if not isinstance(pins, Mapping) or not all(isinstance(name, str) for name in pins):
         raise ArgumentTypeError(
             f"{argument}={pins!r}: expected a dict from names of modules or nodes to devices, as in {{'lm_head': 0}}"
@@ -162,7 +161,6 @@ def _parse_worker(argument: str, name: str, value: Any, workers: Sequence[torch.
 
 
 def parse_profile_option(profile: Any) -> Profile | None:
-    """Returns a profile, loading it if a path is given."""
     if isinstance(profile, (str, Path)):
         return Profile.load(profile)
     if profile is None or isinstance(profile, Profile):
@@ -346,7 +344,6 @@ def chunks_of_schedule(schedule: ScheduleLike, chunks: int | str, plan: Plan | N
 def place_stages(
     workers: int, per_device: int | None, schedule: ScheduleLike, chunks: int, plan: Plan | None
 ) -> tuple[int, ...]:
-    """Places each stage on a worker, as the schedule or the plan defines."""
     if plan is not None and per_device is None:
         placement, accepted = plan.placement, max(plan.placement) + 1
         if workers != accepted:

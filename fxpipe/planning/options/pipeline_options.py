@@ -400,7 +400,6 @@ def _workers_that_take_turns(devices: tuple[torch.device, ...], plan: Plan) -> t
 def _options_for_tuner(
     options: Mapping[str, Any], is_any: bool, pins: Mapping[str, int], plan: Plan | None
 ) -> frozenset[str]:
-    """Returns which of "schedule", "chunks" and "stages_per_device" the tuner chooses."""
     left = {"schedule"} if is_any else set()
     if plan is None and options["chunks"] == AUTO:
         left.add("chunks")

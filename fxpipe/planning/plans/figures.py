@@ -67,7 +67,6 @@ def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | 
 
 
 def plan_figures(plan: PlanData) -> PlanFigures:
-    """Simulates the plan's schedule and computes the figures of each stage."""
     simulation = simulate_step(plan)
     slowest = max(stage.seconds for stage in plan.stages)
     stages = tuple(
@@ -90,8 +89,6 @@ def plan_figures(plan: PlanData) -> PlanFigures:
 
 @dataclass(frozen=True, slots=True)
 class SizeFigures:
-    """The figures of a plan at some dynamic sizes."""
-
     sizes: Mapping[str, int]  # by name
     step_seconds: float
     slowest_to_mean: float

@@ -130,9 +130,8 @@ class ModelPlans:
         if not has_modes:  # if all but the last micro-batch are recomputed, stages are balanced for these
             settings = replace(settings, checkpoint=mode if is_limited or mode == "never" else "always")
         graph = self._prepared(settings)
-        return _variant(
-            graph.plan, candidate, self.profiled.batch, graph.plan.checkpoint if has_modes or mode == "auto" else mode
-        )
+        modes = graph.plan.checkpoint if has_modes or mode == "auto" else mode
+        return _variant(graph.plan, candidate, self.profiled.batch, modes)
 
     def bound(self, candidate: Candidate) -> float:
         """Computes a lower bound on the seconds of a step: all work shared evenly, or one micro-batch in all stages."""
@@ -188,7 +187,6 @@ class ModelPlans:
         return min(1.0, max(0.0, 1 - spare / kept))
 
     def prepared(self, plan: Plan) -> PreparedGraph:
-        """Returns the prepared graph for a plan of this source."""
         nodes = [stage.nodes for stage in plan.stages]
         graph = next(
             one
@@ -249,10 +247,8 @@ class ModelPlans:
         if samples not in self._nodes:
             rows = zip(*(profile.nodes for profile in self.profiled.profiles_for(self.settings)), strict=True)
             fastest = (min(row, key=lambda cost: (cost.forward + cost.backward).at(samples)) for row in rows)
-            self._nodes[samples] = [
-                StageCost(cost.forward.at(samples), cost.backward.at(samples), weight=cost.weight.at(samples))
-                for cost in fastest
-            ]
+            seconds = ((one.forward.at(samples), one.backward.at(samples), one.weight.at(samples)) for one in fastest)
+            self._nodes[samples] = [StageCost(ahead, back, weight=weight) for ahead, back, weight in seconds]
         return self._nodes[samples]
 
 

@@ -331,7 +331,6 @@ class ReplicaOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], devices: Devices | None, data_parallel: Any, mesh: Any) -> ReplicaOptions:
-        """Parses the arguments of `tune`."""
         hardware = parse_hardware_option(options.get("hardware"))
         if devices is None or isinstance(devices, int):
             count = None if devices is None else parse_count("devices", devices)
@@ -353,7 +352,6 @@ class ReplicaOptions:
         return cls({**options, "devices": devices}, tuple(counts), orders, is_auto, over_nodes)
 
     def settings_for(self, data: int, mesh: tuple[str, str] = MESHES[0]) -> Settings:
-        """Returns the settings of one of `data` replicas."""
         options = {**self.options, "data_parallel": data, "mesh": mesh}
         return make_settings(options, anywhere=options.get("hardware") is not None)
 
