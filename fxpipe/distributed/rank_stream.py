@@ -85,9 +85,8 @@ class RankStreamStep(StreamStep):
         if self._group.replica == 0:
             super().commit_buffers_of(j)
         if self._group.replica_count > 1 and self._first_changes_buffers:
-            (program,) = self.open_programs
-            stage = program.bound.program.stages[j]
-            share_buffers(self._group, program.tensors, stage.changes)
+            ((bound, tensors),) = self.open_programs
+            share_buffers(self._group, tensors, bound.program.stages[j].changes)
 
 
 class StreamMailbox(Mailbox):

@@ -407,10 +407,10 @@ class Engine:
             self._run_rows(step, schedule, schedule.rows)
             return
         users: dict[int, set[int]] = {}
-        for program in step.open_programs:
-            for j, stage in enumerate(program.bound.program.stages):
+        for bound, tensors in step.open_programs:
+            for j, stage in enumerate(bound.program.stages):
                 for name in stage.attributes:
-                    users.setdefault(id(program.tensors.get(name)), set()).add(j)
+                    users.setdefault(id(tensors.get(name)), set()).add(j)
         step.updates = {j: functools.partial(self.update_stage, [step], j, updates) for j in range(schedule.stages)}
         step.fences.before_updates = actions_before_updates(schedule, updates.parameters, users)
         schedule = with_updates(schedule)

@@ -47,13 +47,6 @@ class RecomputeInputs(NamedTuple):
     versions: list[int]  # versions of model tensors and received values, after F
 
 
-class OpenProgram(NamedTuple):
-    """A program in one step, with its tensors."""
-
-    bound: BoundProgram
-    tensors: ModelTensors
-
-
 class Step(ActionPerformer):
     samples: int | None = None  # in the mini-batch; None if unknown
 
@@ -101,20 +94,18 @@ class Step(ActionPerformer):
         self.totals = [own[0] for own in self.replica_totals]
         self._split_stages = {j for j, _ in split}
         self.open_programs = [
-            OpenProgram(bound, known_tensors or ModelTensors(model, bound.constants)) for bound in inputs.programs
+            (bound, known_tensors or ModelTensors(model, bound.constants)) for bound in inputs.programs
         ]
         if len(self.open_programs) > 1:
-            check_programs_fit(inputs.programs, [one.tensors for one in self.open_programs])
-        for one in self.open_programs:
-            for name in one.bound.overwritten:
-                one.tensors.set(name, NotKept(name))
+            check_programs_fit(inputs.programs, [tensors for _, tensors in self.open_programs])
+        for bound, tensors in self.open_programs:
+            for name in bound.overwritten:
+                tensors.set(name, NotKept(name))
         if losses is not None and losses.reads:
-            tensors, programs = self.open_programs[0].tensors, [one.bound.program for one in self.open_programs]
+            tensors, programs = self.open_programs[0][1], [bound.program for bound in inputs.programs]
             changed = dict.fromkeys(name for program in programs for name in (*program.changes, *program.left))
             read = [n for n in changed if n.rpartition(".")[2] in losses.reads and tensors.has(n)]
             losses.function = tensors.hiding(read, losses.function) if read else losses.function
-        by_id = {id(one.bound): one for one in self.open_programs}
-        self._programs = [by_id[id(bound)] for bound in inputs.bounds]
         self._stages = self._open_stages()
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
         self.pending: dict[tuple[int, int], BackwardHandle] = {}
@@ -136,13 +127,14 @@ class Step(ActionPerformer):
     def _open_stages(self) -> list[dict[int, StageInstance]]:
         """Opens the stages of this process; returns, by micro-batch, the instances that run it, by stage."""
         opened: dict[tuple[int, int, int], StageInstance] = {}
-        stages: list[dict[int, StageInstance]] = [{} for _ in self._programs]
-        for i, program in enumerate(self._programs):
+        stages: list[dict[int, StageInstance]] = [{} for _ in self.bounds]
+        tensors = {id(bound): own for bound, own in self.open_programs}
+        for i, bound in enumerate(self.bounds):
             for j in self.stages_here:
                 turn = i % len(self.stage_devices[j])
-                key = id(program), j, turn
+                key = id(bound), j, turn
                 if key not in opened:
-                    opened[key] = self._open_stage(program.bound, j, turn, program.tensors)
+                    opened[key] = self._open_stage(bound, j, turn, tensors[id(bound)])
                 stages[i][j] = opened[key]
         return stages
 
@@ -231,8 +223,7 @@ class Step(ActionPerformer):
     def _run(
         self, j: int, i: int, received: list[BoundaryValue], buffers: dict[str, torch.Tensor], is_kept: bool = True
     ) -> StageResult:
-        program = self._programs[i]
-        if program.bound.program.is_random:
+        if self.bounds[i].program.is_random:
             stage_context.seed = mix_seed(self.seed, self.first_micro_batch + i)
         return self._stages[i][j].run(received, buffers, is_kept)
 
@@ -269,10 +260,10 @@ class Step(ActionPerformer):
         """Returns, by name, the tensors of the model that stages in this process use and that get gradients."""
         changed = {name for totals in self.totals for name in totals.buffers}
         named = {
-            name: program.tensors.get(name)
-            for program in self.open_programs
+            name: tensors.get(name)
+            for bound, tensors in self.open_programs
             for j in self.stages_here
-            for name in program.bound.program.stages[j].attributes
+            for name in bound.program.stages[j].attributes
         }
         return {name: tensor for name, tensor in named.items() if tensor.requires_grad and name not in changed}
 
@@ -288,7 +279,7 @@ class Step(ActionPerformer):
         totals = replicas[replica_of(self.micro_batches - 1, len(replicas))]  # the replica of the last micro-batch
         others = [one for one in replicas if one is not totals]
         for name, value in totals.final_buffers(others, partial(self.transport.bring, target=self.devices[j])).items():
-            tensors = next(one.tensors for one in self.open_programs if one.bound.program.stages[j].uses(name))
+            tensors = next(own for bound, own in self.open_programs if bound.program.stages[j].uses(name))
             if name in totals.assigned:
                 tensors.set(name, value)
             else:

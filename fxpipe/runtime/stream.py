@@ -173,10 +173,10 @@ class StreamStep(Step):
 
     def open_stage(self, j: int, i: int, versions: Mapping[int, torch.Tensor]) -> None:
         """Opens a stage on the replica of micro-batch i, before its first forward there."""
-        (program,) = self.open_programs
+        ((bound, tensors),) = self.open_programs
         count = len(self.replica_totals[j])
         turn = replica_of(i, count)
-        opened = self._open_stage(program.bound, j, turn, replace(program.tensors, versions=versions))
+        opened = self._open_stage(bound, j, turn, replace(tensors, versions=versions))
         for own in self._stages[turn::count]:
             own[j] = opened
 
