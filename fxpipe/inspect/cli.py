@@ -58,8 +58,3 @@ def set_up_process() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # microseconds instead
     # Nearly all objects belong to imported modules, and stay; repeated collections would take a second.
     gc.set_threshold(50_000, 50, 100)
-
-
-def finish_process() -> None:
-    """Skips the last garbage collection, which takes a second. Call it at the end of the process."""
-    gc.freeze()

@@ -21,21 +21,11 @@ from itertools import accumulate, chain, groupby, product
 from math import ceil
 from pathlib import Path
 
-from fxpipe.errors import ArgumentTypeError
 from fxpipe.inspect import style, svg
 from fxpipe.inspect.table import device_table
 from fxpipe.scheduling.actions import ActionKind
-from fxpipe.simulation import MemoryFit
-from fxpipe.simulation.timeline import (
-    MEMORY_PARTS,
-    HasTimeline,
-    MemoryParts,
-    MemoryTimeline,
-    Span,
-    StepTimeline,
-    has_looped_stages,
-    span_names,
-)
+from fxpipe.simulation import MemoryFit, MemoryParts, MemoryTimeline, Span
+from fxpipe.simulation.timeline import MEMORY_PARTS, HasTimeline, StepTimeline, has_looped_stages, span_names
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
@@ -166,29 +156,25 @@ def _stacked_areas(
         highest = max(steps, key=lambda step: step[1].total)
         kept += [highest] if highest is steps[-1] else [highest, steps[-1]]
     sums = [(0.0, *accumulate(float(getattr(size, name)) for name in parts)) for _, size in kept]
-    times = [time for time, _ in kept]
+    places = [frame.x(time) for time, _ in kept]
+
+    def stairs(sizes: Sequence[float]) -> list[svg.Point]:
+        points: list[svg.Point] = []
+        level = sizes[0]
+        for x, size in zip(places, sizes, strict=True):
+            if size != level:
+                points.append((x, base - level * scale))
+            if size != level or not points:
+                points.append((x, base - size * scale))
+            level = size
+        return [*points, (frame.right, base - level * scale)]
+
     for k, name in enumerate(parts):
         if all(row[k] == row[k + 1] for row in sums):
             continue
-        upper = _stair_points(times, [row[k + 1] for row in sums], frame, base, scale)
-        lower = _stair_points(times, [row[k] for row in sums], frame, base, scale)
+        upper, lower = stairs([row[k + 1] for row in sums]), stairs([row[k] for row in sums])
         most = human_bytes(max(row[k + 1] - row[k] for row in sums))
         yield svg.Area((*upper, *reversed(lower)), style.MEMORY_COLOURS[name], title=f"{label}: {name}, at most {most}")
-
-
-def _stair_points(
-    times: Sequence[float], sizes: Sequence[float], frame: style.TimeAxis, base: float, scale: float
-) -> tuple[svg.Point, ...]:
-    points: list[svg.Point] = []
-    level = sizes[0]
-    for time, size in zip(times, sizes, strict=True):
-        x = frame.x(time)
-        if size != level:
-            points.append((x, base - level * scale))
-        if size != level or not points:
-            points.append((x, base - size * scale))
-        level = size
-    return (*points, (frame.right, base - level * scale))
 
 
 GANTT_MARGIN = 16.0
@@ -315,40 +301,23 @@ def _facts(step: StepTimeline) -> str:
 
 
 TIMELINE_FORMATS = ("svg", "json")
-TIMELINE_FILE = "a timeline"
 
 
 def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> None:
-    """Writes a timeline of what each device does and, for a simulation, of its memory.
-
-    >>> save_timeline(pipe.last_step, "step.svg")  # doctest: +SKIP
-
-    Args:
-        source: a `Simulation`, or `pipe.last_step`.
-        path: the suffix is the format: `.svg`, or `.json` for https://ui.perfetto.dev and chrome://tracing.
-        title: heading of the picture. Default: the schedule and its size.
-
-    Raises:
-        ArgumentError: the path has another suffix.
-        FileError: the file cannot be written.
-        ArgumentTypeError: the source, or the path, has another type.
-    """
-    form = check_output_path(path, TIMELINE_FORMATS, TIMELINE_FILE)
-    if not isinstance(source, HasTimeline):
-        raise ArgumentTypeError(
-            f"a timeline is that of a Simulation or a StepRecord (pipe.last_step), not of {type(source).__name__}"
-        )
+    """See `HasTimeline.save_timeline`."""
+    form = check_output_path(path, TIMELINE_FORMATS, "a timeline")
     if form == "json":
         from fxpipe.inspect.perfetto import perfetto_text
 
         content = perfetto_text(source)
     else:
         content = svg.svg_of(draw_gantt(source.as_step(), title=title))
-    write_atomically(path, content.encode(), TIMELINE_FILE)
+    write_atomically(path, content.encode(), "a timeline")
 
 
 def step_html(step: StepTimeline) -> str:
     """Formats a step for a notebook: the timeline, and the time and (of a simulation) memory of each device."""
     table = device_table(step, *MEMORY_PARTS)
-    picture = svg.notebook_picture(svg.svg_of(draw_gantt(step)))
+    view = "overflow-x:auto;max-width:100%;background:#fff;border-radius:4px;margin:0.4em 0"  # white, as paper
+    picture = f'<div style="{view}">{svg.svg_of(draw_gantt(step))}</div>'
     return svg.notebook_view(_headline(step), _facts(step), picture, table.for_notebook())

@@ -55,8 +55,6 @@ SIZE_COLUMNS: tuple[Column[SizeFigures], ...] = (
 
 
 def sizes_table(plans: Sequence[PlanData]) -> Table[SizeFigures]:
-    """Returns a table of the same stages at several sizes, with a row for each plan."""
-
     def size_column(name: str) -> Column[SizeFigures]:
         return number_column(name, lambda row: row.sizes[name])
 

@@ -25,8 +25,6 @@ from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.text_table import number_ranges
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, three_digits
 
-REPORT_FILE = "a report"
-
 
 def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequence[step_summary.Outcome] = ()) -> None:
     """Writes a report of the plan: one HTML page with all tables and pictures, and a slider for micro-batches.
@@ -42,8 +40,8 @@ def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequenc
         ArgumentError: the path has another suffix.
         FileError: the path cannot be written.
     """
-    check_output_path(path, ("html",), REPORT_FILE)
-    write_atomically(path, report_page(plan, title=title, sweep=sweep).encode(), REPORT_FILE)
+    check_output_path(path, ("html",), "a report")
+    write_atomically(path, report_page(plan, title=title, sweep=sweep).encode(), "a report")
 
 
 def report_page(plan: Plan, *, title: str = "", sweep: Sequence[step_summary.Outcome] = ()) -> str:

@@ -18,7 +18,6 @@ import fxpipe
 from fxpipe._torch.error_messages import allocator_error, requested_bytes
 from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, TooManyStagesError
 from fxpipe.inspect import cli_options, step_summary, targets
-from fxpipe.inspect.gantt import save_timeline
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
 from fxpipe.inspect.json_document import Findings, findings_document
 from fxpipe.inspect.plan_text import plan_text
@@ -53,7 +52,6 @@ class LoadedModel:
 
 
 def load_requested_model(request: cli_options.Request) -> LoadedModel:
-    """Loads the model, in the requested mode, with its inputs and its loss."""
     assert not isinstance(request.target, Path)
     is_shipped = isinstance(request.target, ModelType)
     with torch.device("meta") if request.meta else contextlib.nullcontext():
@@ -325,7 +323,7 @@ def write_outputs(findings: Findings, outputs: Mapping[str, Path]) -> list[str]:
             plan.save(path)
         elif option == "timeline":
             step = f"{simulation.schedule.name}, {count_text(simulation.schedule.micro_batches, 'micro-batch', 'es')}"
-            save_timeline(simulation, path, title=f"{title}, {step}")
+            simulation.save_timeline(path, title=f"{title}, {step}")
         elif option == "graph":
             save_graph(plan, path, title=title)
         else:

@@ -57,10 +57,6 @@ class PortalBundle:
     def bytes(self) -> int:
         return sum(portal.bytes for portal in self.portals)
 
-    @property
-    def label(self) -> str:
-        return self.portals[0].name if len(self.portals) == 1 else f"{len(self.portals)} portals"
-
 
 def bundles_of(portals: Sequence[Portal]) -> tuple[PortalBundle, ...]:
     """Bundles portals by source and target, largest bundle first."""
@@ -109,20 +105,16 @@ class GraphLayout:
         """Returns a small text in a lane's k-th line, shortened to `width`."""
         return Text(x, self.row(stage, k) + 3.5, fit_text(text, width, SMALL_LETTERS), SMALL_LETTERS, FAINT)
 
-    def first_row(self, stage: int) -> int:
-        """Returns the first line of outgoing portals: incoming portals have the line before."""
-        return 1 if self.arriving(stage) else 0
-
     def line_of(self, bundle: PortalBundle) -> int:
-        """Returns the line in which a bundle is named, or counted with others."""
+        """Returns the line in which a bundle is named, or counted with others; a sum of incoming portals is before."""
         place = self.leaving(bundle.source).index(bundle)
-        return min(self.first_row(bundle.source) + place, LANE_ROWS - 1)
+        return min(bool(self.arriving(bundle.source)) + place, LANE_ROWS - 1)
 
 
 def hover_title(head: str, lines: Sequence[str]) -> str:
     """Makes a hover title of at most `MAX_TITLE_LINES` lines and a count."""
-    shown = [head, *lines[:MAX_TITLE_LINES]]
-    return "\n".join(shown if len(lines) <= MAX_TITLE_LINES else [*shown, f"and {len(lines) - MAX_TITLE_LINES} more"])
+    more = [f"and {len(lines) - MAX_TITLE_LINES} more"] if len(lines) > MAX_TITLE_LINES else []
+    return "\n".join([head, *lines[:MAX_TITLE_LINES], *more])
 
 
 ARC_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b85c94", "#a88000", "#5b55b5", "#3aa0d8")  # by source stage
@@ -133,11 +125,12 @@ def portal_labels(j: int, frame: GraphLayout) -> Iterator[Item]:
     x, room = frame.right - PORTAL_NAMES_WIDTH, PORTAL_NAMES_WIDTH - 22
     if arriving := frame.arriving(j):
         yield frame.label(j, 0, x, _bundles_text("in", arriving), room)
-    leaving, rows = frame.leaving(j), LANE_ROWS - frame.first_row(j)
+    leaving, rows = frame.leaving(j), LANE_ROWS - bool(arriving)
     named = leaving if len(leaving) <= rows else leaving[: rows - 1]
     for bundle in named:
         size = f" → {bundle.target}, {human_bytes(bundle.bytes)}"
-        name = fit_text(bundle.label, room - text_width(size, SMALL_LETTERS), SMALL_LETTERS)
+        label = bundle.portals[0].name if len(bundle.portals) == 1 else f"{len(bundle.portals)} portals"
+        name = fit_text(label, room - text_width(size, SMALL_LETTERS), SMALL_LETTERS)
         yield replace(frame.label(j, frame.line_of(bundle), x, name + size, room), fill=INK)
     if rest := leaving[len(named) :]:
         yield frame.label(j, LANE_ROWS - 1, x, _bundles_text("and", rest), room)
@@ -254,9 +247,6 @@ def _group_items(group: NodeGroup, stage: StagePlan, x: float, width: float, fil
         yield Text(x + 4, middle + 9.5, time, SMALL_LETTERS, FAINT)
 
 
-GRAPH_FILE = "a graph"
-
-
 def save_graph(plan: Plan, path: str | Path, *, title: str = "") -> None:
     """Writes a picture of a plan: stages as lanes of modules, values between them, and portals as arcs.
 
@@ -270,8 +260,8 @@ def save_graph(plan: Plan, path: str | Path, *, title: str = "") -> None:
         ArgumentError: the path has another suffix.
         FileError: the path cannot be written.
     """
-    check_output_path(path, ("svg",), GRAPH_FILE)
-    write_atomically(path, svg_of(draw_stage_graph(plan, title)).encode(), GRAPH_FILE)
+    check_output_path(path, ("svg",), "a graph")
+    write_atomically(path, svg_of(draw_stage_graph(plan, title)).encode(), "a graph")
 
 
 RANGE_DASH = " – "  # from the first name to the last

@@ -238,9 +238,6 @@ def device_text(simulation: Simulation) -> str:
     return f"{table}{rest}"
 
 
-MAX_PACKET_ROWS = 16  # shows the boundaries that relay most
-
-
 def packets_text(plan: Plan) -> str:
     """Formats the packets between processes for one micro-batch, by stage boundary; empty in one process."""
     if not (plan.is_over_processes and plan.packets):
@@ -255,17 +252,12 @@ def packets_text(plan: Plan) -> str:
 
     by_cut = {(one.source, one.target): one for one in plan.packets}
     rows = [(one, by_cut[one.target, one.source]) for one in plan.packets if not one.is_gradient]
-    rest = ""
-    if len(rows) > MAX_PACKET_ROWS:
-        rest = f"\nand {len(rows) - MAX_PACKET_ROWS} boundaries that relay less"
-        largest = sorted(rows, key=lambda row: -row[0].relayed.at(plan.here))[:MAX_PACKET_ROWS]
-        rows = sorted(largest, key=lambda row: row[0].source)
     cut: Column[tuple[PlannedTransfer, PlannedTransfer]] = text_column(
         "stages", lambda row: f"{row[0].source} | {row[0].target}", is_left=False
     )
     handling = human_seconds(2 * rows[0][0].handling)
     head = f"between processes, for one micro-batch; to pack and to unpack a packet takes {handling} more"
-    return f"{head}\n\n{Table((cut, *columns(0), *columns(1)), rows)}{rest}"
+    return f"{head}\n\n{Table((cut, *columns(0), *columns(1)), rows)}"
 
 
 LEAST_UPDATE_SHARE = 1e-3  # share of a step from which the optimizer is shown

@@ -236,8 +236,3 @@ def notebook_view(title: str, facts: str, *parts: str) -> str:
 
 def notebook_note(line: str) -> str:
     return f'<div style="opacity:.75">{escape_markup(line)}</div>'
-
-
-def notebook_picture(svg: str) -> str:
-    """Puts a picture on a white background."""
-    return f'<div style="overflow-x:auto;max-width:100%;background:#fff;border-radius:4px;margin:0.4em 0">{svg}</div>'

@@ -89,15 +89,12 @@ class Table(Generic[Row]):
 
     def for_notebook(self) -> str:
         """Formats the table as HTML with inline styles, without style sheet and script."""
-
-        def style(is_number: bool) -> str:
-            return f"{_CELL_STYLE};text-align:{'right' if is_number else 'left'}"
-
+        style = [f"{_CELL_STYLE};text-align:{side}" for side in ("left", "right")]
         table = self._html(
             f'<table style="{_TABLE_STYLE}">',
-            lambda name, is_number: f'<th style="{style(is_number)};font-weight:normal;opacity:.75">{name}</th>',
+            lambda name, is_number: f'<th style="{style[is_number]};font-weight:normal;opacity:.75">{name}</th>',
             '<tr style="background:transparent">',
-            lambda cell, is_number: f'<td style="{style(is_number)}">{_markup(cell)}</td>',
+            lambda cell, is_number: f'<td style="{style[is_number]}">{_markup(cell)}</td>',
         )
         return f'<div style="overflow-x:auto;max-width:100%">{table}</div>'
 

@@ -9,12 +9,6 @@ user of the value to the next earlier user, and from the first user to the maker
                  ────────────────────────────▶
     gradient                   ◀──────────────
                  ◀─────────────
-
->>> for transfer in transfers_of(0, (1, 3), bytes=8): print(transfer)
-0 -> 1: 8 bytes
-0 -> 3: 8 bytes
-1 -> 0: 8 bytes
-3 -> 1: 8 bytes
 """
 
 from __future__ import annotations
@@ -114,10 +108,6 @@ class Transfer:
     @property
     def is_gradient(self) -> bool:
         return self.target < self.source
-
-    def __str__(self) -> str:
-        time = f", {self.seconds:.4g} s" if self.seconds else ""
-        return f"{self.source} -> {self.target}: {self.bytes:g} bytes{time}"
 
 
 def transfers_of(

@@ -183,11 +183,16 @@ class HasTimeline:
         raise NotImplementedError
 
     def save_timeline(self, path: str | Path, *, title: str = "") -> None:
-        """Draws the actions of each device over time: `.svg`, or `.json` for Perfetto.
+        """Draws the actions of each device over time and, for a simulation, its memory.
+
+        Args:
+            path: the suffix is the format: `.svg`, or `.json` for https://ui.perfetto.dev and chrome://tracing.
+            title: heading of the picture. Default: the schedule and its size.
 
         Raises:
             ArgumentError: the path has another suffix.
             FileError: the file cannot be written.
+            ArgumentTypeError: the path has another type.
         """
         from fxpipe.inspect.gantt import save_timeline
 
