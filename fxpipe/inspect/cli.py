@@ -18,8 +18,6 @@ from fxpipe.inspect.cli_options import as_options, parse_request
 
 # Nothing above imports torch, so that --help is fast.
 
-EXIT_INTERRUPTED = 130  # as in shells: 128 + SIGINT
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit status: 0, 2 for an error that the user can fix, 130 if interrupted."""
@@ -47,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("fxpipe.inspect: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return 130  # as in shells: 128 + SIGINT
     return 0
 
 

@@ -254,7 +254,6 @@ def _tune_options(request: cli_options.Request) -> dict[str, Any]:
 
 
 def _check_code_stage(request: cli_options.Request, stages: int) -> None:
-    """Raises `ArgumentError` if the code of a nonexistent stage is requested."""
     if request.code is not None and not 0 <= request.code < stages:
         raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {stages - 1}")
 

@@ -329,9 +329,8 @@ def node_groups_of(stage: StagePlan, most: int, least: float) -> list[NodeGroup]
         if all(len(node.path) == depth for node in members):
             parts = [NodeGroup([node], is_outside_module=True) for node in members]
         else:
-            parts = [
-                NodeGroup(list(same)) for _, same in groupby(members, key=lambda node: node.path[depth : depth + 1])
-            ]
+            by_child = groupby(members, key=lambda node: node.path[depth : depth + 1])
+            parts = [NodeGroup(list(same)) for _, same in by_child]
         parts = _join_small(parts, least)
         if len(parts) == 1 or len(groups) + len(parts) - 1 > most:
             closed[at] = True

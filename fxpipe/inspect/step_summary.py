@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import fxpipe
 from fxpipe.errors import FxpipeError, MemoryLimitError
@@ -252,9 +253,7 @@ def packets_text(plan: Plan) -> str:
 
     by_cut = {(one.source, one.target): one for one in plan.packets}
     rows = [(one, by_cut[one.target, one.source]) for one in plan.packets if not one.is_gradient]
-    cut: Column[tuple[PlannedTransfer, PlannedTransfer]] = text_column(
-        "stages", lambda row: f"{row[0].source} | {row[0].target}", is_left=False
-    )
+    cut: Column[Any] = text_column("stages", lambda row: f"{row[0].source} | {row[0].target}", is_left=False)
     handling = human_seconds(2 * rows[0][0].handling)
     head = f"between processes, for one micro-batch; to pack and to unpack a packet takes {handling} more"
     return f"{head}\n\n{Table((cut, *columns(0), *columns(1)), rows)}"

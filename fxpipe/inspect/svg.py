@@ -44,8 +44,6 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Straight lines from point to point."""
-
     points: tuple[Point, ...]
     stroke: str
     width: float = 1.0

@@ -74,7 +74,6 @@ def tuning_text(tuning: Tuning, is_whole: bool = False, remaining: str = ".rows 
 
 
 def tuning_html(tuning: Tuning) -> str:
-    """Formats the best candidates that have a plan as HTML."""
     best, table = tuning.best, tuning_table(tuning, MAX_HTML_CANDIDATES, is_cut=True)
     chunks = count_text(best.chunks, "micro-batch", "es")
     title = f"{best.schedule.partition(':')[0]}, {chunks}: step {human_seconds(best.step_seconds)}"

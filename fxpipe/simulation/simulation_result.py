@@ -115,8 +115,6 @@ def _add_leg(legs: list[CriticalLeg], kind: str, start: float, end: float, span:
 
 
 # -- Comparison of a simulated step with a measured one, device by device --------------------------------------------
-#
-# print(fxpipe.simulate(pipe.plan).compared(pipe.last_step))
 
 HOST_BOUND_SHARE = 0.1  # share of the critical path from which `host_note` gives advice
 
@@ -434,14 +432,11 @@ class Simulation(HasTimeline):
     @property
     def host_seconds(self) -> float:
         """Seconds per step in which the busiest interpreter's lock is held: no step is shorter. 0 if not known."""
-        locked = (
-            (
-                0 if self.one_interpreter else span.device,
-                events.host_seconds(self.stages[span.action.stage].host, span.action.kind, False)[0],
-            )
-            for span in self.spans
-        )
-        return max(self._by_device(locked)) / (1 if self.steady is None else self.steady.mini_batches)
+        locked: defaultdict[int, float] = defaultdict(float)  # by interpreter
+        for span in self.spans:
+            cost, interpreter = self.stages[span.action.stage].host, 0 if self.one_interpreter else span.device
+            locked[interpreter] += events.host_seconds(cost, span.action.kind, False)[0]
+        return max(locked.values()) / (1 if self.steady is None else self.steady.mini_batches)
 
     @property
     def host_note(self) -> str:

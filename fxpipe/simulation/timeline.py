@@ -148,7 +148,6 @@ class StepTimeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The busy seconds of each device."""
         busy = [0.0] * len(self.devices)
         for span in self.spans:
             busy[span.device] += span.seconds
