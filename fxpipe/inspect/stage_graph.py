@@ -69,8 +69,6 @@ def bundles_of(portals: Sequence[Portal]) -> tuple[PortalBundle, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GraphLayout:
-    """The layout that the parts of the picture share."""
-
     slowest: float  # seconds of the slowest stage, forward and backward
     bundles: tuple[PortalBundle, ...]  # largest first
 

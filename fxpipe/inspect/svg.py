@@ -86,11 +86,9 @@ Item: TypeAlias = "Rect | Bars | Line | Curve | Area | Text"
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A picture. Items are drawn in order."""
-
     width: float
     height: float
-    items: tuple[Item, ...]
+    items: tuple[Item, ...]  # drawn in order
     title: str = ""  # for screen readers
 
 

@@ -9,6 +9,9 @@ user of the value to the next earlier user, and from the first user to the maker
                  ────────────────────────────▶
     gradient                   ◀──────────────
                  ◀─────────────
+
+>>> [(transfer.source, transfer.target) for transfer in transfers_of(0, (1, 3), bytes=8)]
+[(0, 1), (0, 3), (1, 0), (3, 1)]
 """
 
 from __future__ import annotations
