@@ -14,6 +14,6 @@ def with_fault(function: Callable[..., Any], *lines: str) -> Callable[..., Any]:
         source = source.replace(line, fault)
     code = compile(source, f"<fault in {function.__qualname__}>", "exec")
     names: dict[str, Any] = {}
-    exec(code, function.__globals__, names)
+    exec(code, inspect.unwrap(function).__globals__, names)
     replaced: Callable[..., Any] = names[function.__name__]
     return replaced

@@ -344,7 +344,7 @@ FAULTS = {
             "parameter_gradient",
             "self.transport.bring(gradient, home)",
             "(gradient if gradient.device == home else (lambda sent: sent.form.unpack(sent.memory))("
-            "self.transport._send(gradient, gradient.device, home)))",
+            "self.transport._send(gradient, home)))",
         ),
         "read too early",
     ),
