@@ -64,7 +64,7 @@ def test_errors_of_torch_are_recognised(recognises, cause):
     assert not recognises(raised_by(other))
 
 
-def test_a_memory_error_of_python_allocator_error():
+def test_a_memory_error_of_python_is_an_allocators():
     assert allocator_error(MemoryError())
 
 
