@@ -99,7 +99,7 @@ def test_a_gradient_comes_from_the_next_later_user_and_is_waited_for():
     torch.manual_seed(2)
     model, x = Fan(), torch.randn(8, 4)
     pipe = fxpipe.pipeline(model, ["cpu"] * 4, 2, balance=["first", "parts.0", "parts.1"], example_args=(x,))
-    before = pipe._fxpipe.graphs[0][1].wiring.fences_with_loss
+    before = pipe._fxpipe.graphs[0][1].wiring.before
     assert (ActionKind.BACKWARD, 2) in before[ActionKind.BACKWARD, 1]
     assert (ActionKind.BACKWARD, 3) in before[ActionKind.BACKWARD, 2]
     assert (ActionKind.BACKWARD, 1) in before[ActionKind.BACKWARD, 0]
