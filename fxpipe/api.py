@@ -172,12 +172,7 @@ def pipeline(
         UserWarning: the model can be trained, but evaluating it will be refused; says why. Issued with the plan, unless
             a plan was passed.
     """
-    arguments: dict[str, Any] = {
-        **options,
-        "chunks": chunks,
-        "deferred_batch_norm": deferred_batch_norm,
-        "compile": compile,
-    }
+    arguments = dict[str, Any](options, chunks=chunks, deferred_batch_norm=deferred_batch_norm, compile=compile)
     if isinstance(model, Pipeline):
         raise ArgumentTypeError("model is a Pipeline already; give the model it was made from: fxpipe.unwrap(pipe)")
     if not isinstance(model, nn.Module):
@@ -190,17 +185,8 @@ def pipeline(
         from fxpipe.distributed import pipeline_over_ranks
 
         seconds = 1800.0 if timeout is None else parse_number("timeout", timeout, "seconds")
-        return pipeline_over_ranks(
-            model,
-            devices,
-            {**arguments, "data_parallel": 1},
-            plan,
-            outputs,
-            seconds,
-            data_parallel,
-            example_args,
-            example_kwargs or {},
-        )
+        arguments, inputs = {**arguments, "data_parallel": 1}, (example_args, example_kwargs or {})
+        return pipeline_over_ranks(model, devices, arguments, plan, outputs, seconds, data_parallel, *inputs)
     only_over_ranks = (("outputs", outputs, "last"), ("timeout", timeout, None), ("data_parallel", data_parallel, None))
     for name, value, default in only_over_ranks:
         if value != default:

@@ -92,10 +92,6 @@ def has_gradient_hooks(leaf: Any) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
-def _is_leaf_node(node: Any) -> bool:
-    return hasattr(node, "variable") if _AccumulateGrad is None else type(node) is _AccumulateGrad
-
-
 def leaves_below(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns the leaves that a tensor depends on. For a loss: the outputs, and parameters of the loss function."""
     leaves: list[torch.Tensor] = []
@@ -106,11 +102,10 @@ def leaves_below(tensor: torch.Tensor) -> list[torch.Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        if _is_leaf_node(node):
+        if hasattr(node, "variable") if _AccumulateGrad is None else type(node) is _AccumulateGrad:
             leaves.append(node.variable)
         else:
-            for below, _ in node.next_functions:
-                todo.append(below)
+            todo += [below for below, _ in node.next_functions]
     return leaves
 
 
@@ -155,10 +150,8 @@ def graph_entry(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     At least one tensor requires grad. The node is torch's guard for functions that are differentiable only once. If
     torch lacks it, a three times slower `autograd.Function` is used.
     """
-    if _DelayedError is None:
-        outputs: Sequence[torch.Tensor] = _GraphEntry.apply(*tensors)
-    else:
-        outputs = _DelayedError(_ENTRY_MESSAGE, len(tensors))(*tensors)
+    make: Any = _GraphEntry.apply if _DelayedError is None else _DelayedError(_ENTRY_MESSAGE, len(tensors))
+    outputs: Sequence[torch.Tensor] = make(*tensors)
     return outputs
 
 

@@ -71,9 +71,5 @@ def _call_through() -> Iterator[None]:
     yield
 
 
-_switch = _Switch()
-
-
-def call_checkpoints_through() -> contextlib.AbstractContextManager[None]:
-    """A block in which checkpoints of this thread only call their functions: nothing is recomputed."""
-    return _switch.block()
+# A block in which checkpoints of this thread only call their functions: nothing is recomputed.
+call_checkpoints_through = _Switch().block

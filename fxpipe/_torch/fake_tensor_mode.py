@@ -14,20 +14,12 @@ with required_names():
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
-        FakeTensor,
-        FakeTensorMode,
         UnsupportedOperatorException,
-        unset_fake_temporarily,
     )
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 
-__all__ = [
-    "LOGGER",
-    "NEEDS_VALUES_ERRORS",
-    "FakeTensor",
-    "FakeTensorMode",
-    "first_expression",
-    "unset_fake_temporarily",
-]
 
 # Errors for missing values; the last one comes from operators without a rule for fake tensors.
 NEEDS_VALUES_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)

@@ -6,57 +6,27 @@ Required, and unchanged from torch 2.11 to 2.14.
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import overrides
 
 from fxpipe._torch.versions import missing_name, required_names
 
 with required_names():
-    from torch.overrides import _get_current_function_mode_stack as current_modes_of_functions
-    from torch.overrides import _pop_mode as pop_function_mode
-    from torch.overrides import _push_mode as push_function_mode
-    from torch.utils._device import DeviceContext
-    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
-    from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
-    from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
+    from torch.utils import _python_dispatch
+    from torch.utils._device import DeviceContext as DeviceContext
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
+    # Lists of the active modes of this thread, outermost first; a default device is a `DeviceContext`.
+    current_function_modes = overrides._get_current_function_mode_stack
+    current_dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+    pop_function_mode, push_function_mode = overrides._pop_mode, overrides._push_mode
+    pop_dispatch_mode, push_dispatch_mode = _python_dispatch._pop_mode, _python_dispatch._push_mode
+    dispatch_modes_suspended: Any = _python_dispatch._disable_current_modes
     # A block in which overrides by modes and tensor subclasses are disabled.
     without_torch_function = torch._C.DisableTorchFunction
-
-__all__ = [
-    "DeviceContext",
-    "TorchDispatchMode",
-    "current_dispatch_modes",
-    "current_function_modes",
-    "dispatch_modes_suspended",
-    "is_infrastructure_mode",
-    "is_traceable_wrapper_subclass",
-    "pop_dispatch_mode",
-    "pop_function_mode",
-    "push_dispatch_mode",
-    "push_function_mode",
-    "without_torch_function",
-]
-
-
-def current_function_modes() -> tuple[TorchFunctionMode, ...]:
-    """Returns the active modes of this thread, outermost first; a default device is a `DeviceContext`."""
-    return tuple(current_modes_of_functions())
-
-
-def current_dispatch_modes() -> tuple[TorchDispatchMode, ...]:
-    """Returns the active modes of this thread, outermost first."""
-    return tuple(current_modes())
-
-
-def dispatch_modes_suspended() -> AbstractContextManager[Any]:
-    block: AbstractContextManager[Any] = disable_current_modes()
-    return block
 
 
 def is_infrastructure_mode(mode: TorchDispatchMode) -> bool:

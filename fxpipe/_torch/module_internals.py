@@ -39,11 +39,7 @@ CALL_NAMES = (  # attributes that belong to a call of the module itself
 )
 GUARDS_MODULE = "_guards_fn"  # the end of the name of the module with export's checks
 
-require_attributes(
-    nn.Module(),
-    *STORE_NAMES,
-    *CALL_NAMES,
-)
+require_attributes(nn.Module(), *STORE_NAMES, *CALL_NAMES)
 require_attributes(torch_module, *GLOBAL_HOOK_STORE_NAMES)
 _knows_ddp_forward = optional_name("torch.nn.parallel", "DistributedDataParallel._inside_ddp_forward") is not None
 _GLOBAL_HOOK_STORES = [getattr(torch_module, name) for name in GLOBAL_HOOK_STORE_NAMES]

@@ -14,7 +14,9 @@ import torch
 from fxpipe._torch.versions import optional_name, require_attributes, required_names
 
 with required_names():
-    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
 
     # A view with the negative bit, as `conj` returns a view with the conjugate bit.
     neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
@@ -26,22 +28,6 @@ with required_names():
     RNN_FUNCTIONS: tuple[Any, ...] = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
 
 require_attributes(torch.ops.aten.add.Tensor, "_schema")
-
-__all__ = [
-    "BUILTIN_MODULE",
-    "DETACH",
-    "DEVICE_OF",
-    "MODULE_ALIASES",
-    "RNN_FUNCTIONS",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "attention_on_cpu",
-    "neg_view",
-    "safe_softmax",
-    "schema_of",
-    "unsafe_view",
-]
 
 
 # The softmax of scaled_dot_product_attention on a CPU, which handles fully masked rows. Without it attention with

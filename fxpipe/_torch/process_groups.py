@@ -20,24 +20,15 @@ from fxpipe._torch.versions import require_attributes, required_names
 
 with required_names():
     from torch._C import _distributed_c10d
-    from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import ProcessGroup as ProcessGroup
+    from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
+    from torch._C._distributed_c10d import Store as Store
 
 require_attributes(_distributed_c10d, "AllgatherOptions", "BroadcastOptions")
 
 _OWN_BACKENDS = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}  # built into torch; others are registered
 _DESCRIPTION = "_DistributedBackendOptions"  # argument of some registered backends
-
-__all__ = [
-    "PrefixStore",
-    "ProcessGroup",
-    "ProcessGroupGloo",
-    "Store",
-    "abort_communicator",
-    "all_gather",
-    "broadcast",
-    "communicator",
-    "has_communicators",
-]
 
 
 # gloo runs a collective in a thread of its group, and destroying the group waits for it. `Work.wait(timeout)` does not

@@ -19,15 +19,7 @@ _kineto = optional_name("torch", "_C._profiler.ActiveProfilerType.KINETO")
 
 
 def is_profiler_on() -> bool:
-    return profiler._is_profiler_enabled
-
-
-def _no_profiler() -> bool:
-    return False
-
-
-if optional_name("torch.autograd.profiler", "_is_profiler_enabled") is None:
-    is_profiler_on = _no_profiler
+    return getattr(profiler, "_is_profiler_enabled", False)
 
 
 def sees_this_thread_only() -> bool:

@@ -10,12 +10,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fxpipe._torch.versions import require_attributes, required_names
 
 with required_names():
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._dynamo.source import LocalSource
+    from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
+    from torch._dynamo.source import LocalSource as LocalSource
 
 require_attributes(ShapeEnv, "_get_user_frame")
-
-__all__ = ["LocalSource", "QuietShapeEnv", "enable_python_dispatcher"]
 
 
 class QuietShapeEnv(ShapeEnv):

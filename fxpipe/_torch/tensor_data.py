@@ -109,7 +109,9 @@ def _replace_tensor(tensor: torch.Tensor, data: torch.Tensor) -> None:
         if getattr(tensor, hooks) is not None:
             setattr(tensor, hooks, getattr(tensor, hooks))
     if gradient is not None:
-        _put_gradient(tensor, gradient)
+        if gradient.device.type != tensor.device.type:
+            replace_data(gradient, gradient.detach().to(tensor.device))
+        tensor.grad = gradient
 
 
 def _refuse_late_gradient(gradients: Any) -> None:
@@ -118,10 +120,3 @@ def _refuse_late_gradient(gradients: Any) -> None:
         "this graph was made before a parameter in it moved to another type of device (a pipe moves parameters when it "
         "is planned), so its gradient would be lost; call backward before, or forward again"
     )
-
-
-def _put_gradient(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Restores the gradient of the tensor, moved to the tensor's device."""
-    if gradient.device.type != tensor.device.type:
-        replace_data(gradient, gradient.detach().to(tensor.device))
-    tensor.grad = gradient

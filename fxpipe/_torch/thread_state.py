@@ -21,8 +21,6 @@ import torch
 from fxpipe._torch.versions import optional_name
 from fxpipe.utils.accelerator import accelerator_type
 
-_is_any_autocast_enabled: Any = optional_name("torch", "_C._is_any_autocast_enabled")
-
 
 def autocast_devices() -> tuple[str, ...]:
     """Returns the device types whose autocast a stage may depend on: the CPU and the accelerator."""
@@ -30,12 +28,10 @@ def autocast_devices() -> tuple[str, ...]:
     return ("cpu",) if kind is None else ("cpu", kind)
 
 
-def _is_known_autocast_enabled() -> bool:
-    return any(map(torch.is_autocast_enabled, autocast_devices()))
-
-
 # Returns True if autocast is on in this thread for any device; if torch lacks the function, for the types of a pipe.
-is_any_autocast_enabled: Callable[[], bool] = _is_any_autocast_enabled or _is_known_autocast_enabled
+is_any_autocast_enabled: Callable[[], bool] = optional_name("torch", "_C._is_any_autocast_enabled") or (
+    lambda: any(map(torch.is_autocast_enabled, autocast_devices()))
+)
 
 
 @dataclass(frozen=True, slots=True)

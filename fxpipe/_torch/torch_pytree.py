@@ -8,42 +8,24 @@ from __future__ import annotations
 from fxpipe._torch.versions import required_names
 
 with required_names():
-    from torch.utils._pytree import (
-        SUPPORTED_NODES,
-        GetAttrKey,
-        KeyEntry,
-        MappingKey,
-        SequenceKey,
-        TreeSpec,
-        register_pytree_node,
-        tree_flatten,
-        tree_leaves,
-        tree_map,
-        tree_map_only,
-        tree_structure,
-        tree_unflatten,
-    )
-    from torch.utils._pytree import (
-        _get_node_type as node_type,  # the type under which a value may be registered; one type for all named tuples
-    )
+    from torch.utils import _pytree
+    from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
+    from torch.utils._pytree import GetAttrKey as GetAttrKey
+    from torch.utils._pytree import KeyEntry as KeyEntry
+    from torch.utils._pytree import MappingKey as MappingKey
+    from torch.utils._pytree import SequenceKey as SequenceKey
+    from torch.utils._pytree import TreeSpec as TreeSpec
+    from torch.utils._pytree import register_pytree_node as register_pytree_node
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils._pytree import tree_structure as tree_structure
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-__all__ = [
-    "REGISTRATION",
-    "SUPPORTED_NODES",
-    "GetAttrKey",
-    "KeyEntry",
-    "MappingKey",
-    "SequenceKey",
-    "TreeSpec",
-    "node_type",
-    "register_pytree_node",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_structure",
-    "tree_unflatten",
-]
+    # The type under which a value may be registered; one type for all named tuples.
+    node_type = _pytree._get_node_type
+
 
 # The function that registers a class as a pytree, for messages.
 REGISTRATION = "torch.utils._pytree.register_pytree_node"

@@ -86,31 +86,29 @@ def refuse_written(versions: Iterable[tuple[torch.Tensor, int]], what: str, read
 
 def parse_call(item: Any, what: str) -> ModelCall:
     """Parses one call. `what`: its name in messages, such as "micro-batch 3"."""
-    is_sequence, inputs, target = type(item) in (tuple, list), item, None
+    is_sequence = type(item) in (tuple, list)
+    inputs: Any = item
+    by_name, target = {}, None
     if is_sequence and len(item) == 3 and type(item[0]) in (tuple, list) and _is_dict(item[1]):
-        return ModelCall(tuple(item[0]), dict(item[1]), _target_of(item[2]))
-    if is_sequence and len(item) == 2:
+        inputs, by_name, target = item
+    elif is_sequence and len(item) == 2:
         inputs, target = item
     elif not isinstance(item, (torch.Tensor, Mapping)):
         raise ArgumentTypeError(f"{what} is {_described(item)}; expected {FORMS}")
     if isinstance(inputs, torch.Tensor):
-        return ModelCall((inputs,), {}, _target_of(target))
-    if type(inputs) in (tuple, list):
-        return ModelCall(tuple(inputs), {}, _target_of(target))
-    if _is_dict(inputs):
-        return ModelCall((), dict(inputs), _target_of(target))
-    raise ArgumentTypeError(
-        f"the inputs of {what} are {_described(inputs)}; expected a tensor, a tuple or list of inputs by "
-        "position, or a dict by name; any other input goes into the tuple: (args, kwargs, target)"
-    )
+        inputs = (inputs,)
+    elif _is_dict(inputs):
+        inputs, by_name = (), inputs
+    elif type(inputs) not in (tuple, list):
+        raise ArgumentTypeError(
+            f"the inputs of {what} are {_described(inputs)}; expected a tensor, a tuple or list of inputs by "
+            "position, or a dict by name; any other input goes into the tuple: (args, kwargs, target)"
+        )
+    return ModelCall(tuple(inputs), dict(by_name), () if target is None else (target,))
 
 
 def _is_dict(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
-def _target_of(target: Any) -> tuple[Any, ...]:
-    return () if target is None else (target,)
 
 
 def _described(value: Any) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import threading
 import types
 import weakref
@@ -36,6 +37,11 @@ _classes: weakref.WeakValueDictionary[tuple[type, type], type[Any]] = weakref.We
 _lock = threading.Lock()
 
 
+def class_of_model(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Returns the class of models of a class of pipes; None for `Pipeline`."""
+    return getattr(kind, "_fxpipe_class_of_model", None)
+
+
 def pipeline_class(base: type[nn.Module], kind: type[nn.Module]) -> type[Any]:
     """Returns the class of pipes of models of class `kind`, a subclass of both; `base` is the class of pipes."""
     with _lock:
@@ -43,11 +49,6 @@ def pipeline_class(base: type[nn.Module], kind: type[nn.Module]) -> type[Any]:
         if result is None:
             result = _classes[base, kind] = _make_class(base, kind)
         return result
-
-
-def class_of_model(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """Returns the class of models of a class of pipes; None for `Pipeline`."""
-    return getattr(kind, "_fxpipe_class_of_model", None)
 
 
 def _make_class(base: type[nn.Module], kind: type[Any]) -> type[Any]:
@@ -87,12 +88,6 @@ def set_up(pipe: nn.Module, model: nn.Module) -> None:
     object.__setattr__(pipe, "_fxpipe_call", call)
 
 
-def replaced_forward(pipe: Any) -> Callable[..., Any] | None:
-    """Returns the function that replaces a pipe's `forward`; None if it is the pipeline."""
-    result: Callable[..., Any] | None = pipe._fxpipe_call.get("forward")
-    return result
-
-
 def _of_model(name: str) -> property:
     """Returns a property for an attribute of the model outside its `__dict__`."""
     return property(
@@ -104,14 +99,9 @@ def _of_model(name: str) -> property:
 
 def _of_call(name: str) -> property:
     """Returns a property for an attribute that pipe and model have separately."""
-
-    def get(pipe: Any) -> Any:
-        return pipe._fxpipe_call[name]
-
-    def put(pipe: Any, value: Any) -> None:
-        pipe._fxpipe_call[name] = value
-
-    return property(get, put)
+    return property(
+        lambda pipe: pipe._fxpipe_call[name], lambda pipe, value: operator.setitem(pipe._fxpipe_call, name, value)
+    )
 
 
 def _without_cache(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +112,11 @@ def _without_cache(generate: Callable[..., Any]) -> Callable[..., Any]:
         config = pipe.generation_config if generation_config is None else generation_config
         if kwargs.get("use_cache", getattr(config, "use_cache", None)) is not False and "past_key_values" not in kwargs:
             kwargs["use_cache"] = False
-            pipe._fxpipe.warn_of_missing_cache()
+            pipe._fxpipe.warn_once(
+                "generate",
+                "generate: a pipe cannot take a cache of keys and values, so each token runs the whole text again "
+                "(use_cache=False, which you can pass yourself). For long texts, generate with the plain model",
+            )
         return generate(pipe, inputs, generation_config, *args, **kwargs)
 
     return run

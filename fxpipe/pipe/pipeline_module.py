@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from fxpipe._torch.module_internals import STORE_NAMES, is_in_data_parallel_forward
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipe.model_calls import ModelCall
-from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
+from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, set_up
 from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.pipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
 from fxpipe.planning.options.parse import DROP_IN_SCHEDULE, parse_compile, parse_switch
@@ -109,6 +108,7 @@ class Pipeline(nn.Module):
     __slots__ = ()
     _fxpipe: PipelineState
     _fxpipe_model: nn.Module
+    _fxpipe_call: dict[str, Any]
 
     def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> Any:
         kind = class_of_model(cls)
@@ -138,7 +138,7 @@ class Pipeline(nn.Module):
 
     @torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward, engine = replaced_forward(self), self._fxpipe.engine
+        forward, engine = self._fxpipe_call.get("forward"), self._fxpipe.engine  # None: not replaced
         if forward is None:
             return nn.Module.__call__(self, *args, **kwargs)  # the graph includes a `__call__` of the model's class
         starts = engine.starts
@@ -284,7 +284,6 @@ class Pipeline(nn.Module):
         micro-batches have the same weight.
         """
         inside, is_handed_over = self._fxpipe, micro_batches is not None
-        may_lack_target = loss_fn is not None and target is None and not is_handed_over
         with inside.checking():
             refuse_inputs_by_name(self._fxpipe_model.forward, target, loss_fn, reduction)
             check_reduction(reduction)
@@ -305,9 +304,17 @@ class Pipeline(nn.Module):
             check_loss_function(loss_fn, (calls[0].target or None) if calls else None)
             check_can_train(self._fxpipe_model)
             check_optimizer(optimizer, self, grad_scaler)
-            with inside.running(), _asking_for_target(may_lack_target):
-                call = LossCall(loss_fn or model_loss, reduction, grad_scaler, return_outputs)
-                loss, outputs, has_stepped = inside.train(calls, is_handed_over, call, optimizer)
+            call = LossCall(loss_fn or model_loss, reduction, grad_scaler, return_outputs)
+            try:
+                with inside.running():
+                    loss, outputs, has_stepped = inside.train(calls, is_handed_over, call, optimizer)
+            except TypeError as error:
+                if loss_fn is not None and target is None and not is_handed_over:
+                    error.add_note(
+                        "fxpipe: positional arguments are inputs of the model, and without target= loss_fn gets the "
+                        "output alone; did you mean pipe.forward_backward(x, target=y, loss_fn=...)?"
+                    )
+                raise
         if optimizer is not None and has_stepped:
             optimizer.count_step()
         elif optimizer is not None:
@@ -395,7 +402,21 @@ class Pipeline(nn.Module):
             check_reduction(reduction, in_stream=True)
             parse_switch("vertical_sync", vertical_sync)
             policy = stream_policy(inside.settings.schedule, vertical_sync)
-            self._check_stream_arguments(optimizer, loss_fn, grad_scaler)
+            check_scaler(grad_scaler)
+            if grad_scaler is not None:
+                raise ArgumentError(
+                    "grad_scaler in a stream: a scaler looks at the gradients of all stages before any is updated, and "
+                    "there is no such time; train in bfloat16, or with forward_backward"
+                )
+            check_loss_function(loss_fn, None)
+            check_can_train(self._fxpipe_model, "train_stream")
+            if not isinstance(optimizer, StagewiseOptimizer):
+                raise ArgumentTypeError(
+                    f"optimizer is {with_article(optimizer)}; expected a fxpipe.optim.StageOptimizer of this pipe, "
+                    "which steps each stage by itself: fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=...)"
+                )
+            check_optimizer(optimizer, self, None)
+            optimizer.begin_updates(in_stream=True)
             inside.check_open()
             call = LossCall(loss_fn or model_loss, reduction)
             return self._open_stream(parse_batches(batches), call, optimizer, policy)
@@ -404,23 +425,6 @@ class Pipeline(nn.Module):
         self, batches: Iterable[Any], call: LossCall, optimizer: StagewiseOptimizer, policy: WeightPolicy
     ) -> TrainStream:
         return TrainStream(StreamLoop(self._fxpipe, batches, call, optimizer, policy))
-
-    def _check_stream_arguments(self, optimizer: Any, loss_fn: Any, grad_scaler: Any) -> None:
-        check_scaler(grad_scaler)
-        if grad_scaler is not None:
-            raise ArgumentError(
-                "grad_scaler in a stream: a scaler looks at the gradients of all stages before any is updated, and "
-                "there is no such time; train in bfloat16, or with forward_backward"
-            )
-        check_loss_function(loss_fn, None)
-        check_can_train(self._fxpipe_model, "train_stream")
-        if not isinstance(optimizer, StagewiseOptimizer):
-            raise ArgumentTypeError(
-                f"optimizer is {with_article(optimizer)}; expected a fxpipe.optim.StageOptimizer of this pipe, "
-                "which steps each stage by itself: fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=...)"
-            )
-        check_optimizer(optimizer, self, None)
-        optimizer.begin_updates(in_stream=True)
 
     def compile(self, **options: Any) -> None:
         """Compiles the stages from the next step on, each in its worker: the `compile=` of `fxpipe.pipeline`.
@@ -608,20 +612,6 @@ def refuse_option_as_attribute(model: nn.Module, name: str, value: Any) -> None:
         f"options. Write {remedy}. An attribute of the model of that name is set on the model: "
         f"fxpipe.unwrap(pipe).{name} = ..."
     )
-
-
-@contextmanager
-def _asking_for_target(may_lack_target: bool) -> Iterator[None]:
-    """A block whose TypeErrors ask whether a target was forgotten or passed as an input."""
-    try:
-        yield
-    except TypeError as error:
-        if may_lack_target:
-            error.add_note(
-                "fxpipe: positional arguments are inputs of the model, and without target= loss_fn gets the output "
-                "alone; did you mean pipe.forward_backward(x, target=y, loss_fn=...)?"
-            )
-        raise
 
 
 def check_optimizer(optimizer: Any, pipe: Pipeline, grad_scaler: torch.amp.GradScaler | None) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.errors import StateError
 from fxpipe.pipe.model_calls import ModelCall, parse_micro_batches
@@ -161,13 +162,6 @@ class PipelineState(Programs):
         devices = [replace(one, planned_memory=planned[one.name] or None) for one in record.devices]
         return replace(record, devices=tuple(devices))
 
-    def warn_of_missing_cache(self) -> None:
-        self.warn_once(
-            "generate",
-            "generate: a pipe cannot take a cache of keys and values, so each token runs the whole text again "
-            "(use_cache=False, which you can pass yourself). For long texts, generate with the plain model",
-        )
-
     def compile_stages(self, options: Mapping[str, Any] | None) -> None:
         """Compiles the stages; graphs are recorded again when they are needed next."""
         self.settings, self.asked = (replace(one, compile=options) for one in (self.settings, self.asked))
@@ -242,7 +236,11 @@ class PipelineState(Programs):
         if given_inputs.takes_all(call.reduction):
             self.warn_of_drop_in_memory(len(given_inputs.samples), given_inputs.batch, is_call=False)
         schedule = self.schedule_of(given_inputs, call.reduction)
-        updates = self.overlapped_updates(optimizer)
+        updates = None
+        if optimizer is not None and optimizer.overlap:
+            parameters = self.parameters_by_stage(optimizer)
+            optimizer.begin_updates(in_stream=False)
+            updates = OverlappedUpdates(optimizer, parameters)
         with noting_updates(updates):
             loss, outputs = self.engine.forward_backward(given_inputs, schedule, call, updates)
         return loss, outputs, updates is not None and bool(updates.begun)
@@ -259,14 +257,6 @@ class PipelineState(Programs):
             by_stage = self.parameters_by_stage(optimizer)
             steps = {j: functools.partial(optimizer.step_parameters, of_stage) for j, of_stage in by_stage.items()}
             self.engine.update(steps, self.settings.devices, self.settings.placement, self.settings.replicas)
-
-    def overlapped_updates(self, optimizer: StagewiseOptimizer | None) -> OverlappedUpdates | None:
-        """Returns the updates of stages within a step; None unless the optimizer has `overlap`."""
-        if optimizer is None or not optimizer.overlap:
-            return None
-        parameters = self.parameters_by_stage(optimizer)
-        optimizer.begin_updates(in_stream=False)
-        return OverlappedUpdates(optimizer, parameters)
 
     def parameters_by_stage(self, optimizer: StagewiseOptimizer) -> dict[int, list[torch.Tensor]]:
         """Groups an optimizer's parameters by the stage that updates them, in order of the stages.
@@ -330,15 +320,9 @@ class PipelineState(Programs):
 
     def schedule_for(self, micro_batches: int, name: str | None = None) -> Schedule:
         """Returns the schedule of a step: of `forward_backward`, or the named one."""
-        settings = self.settings
-        return make_schedule(
-            name or settings.schedule,
-            len(settings.placement),
-            micro_batches,
-            settings.checkpoint,
-            settings.placement,
-            settings.replicas,
-        )
+        settings, placement = self.settings, self.settings.placement
+        schedule, checkpoint = name or settings.schedule, settings.checkpoint
+        return make_schedule(schedule, len(placement), micro_batches, checkpoint, placement, settings.replicas)
 
 
 class OptimizerStateMover:
@@ -388,18 +372,12 @@ class OptimizerStateMover:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter)
                 if id(parameter) in moved and isinstance(state, dict):
-                    _, before = moved[id(parameter)]
+                    follow = functools.partial(_follow, moved[id(parameter)][1], parameter.device)
                     for key, value in state.items():
                         if key != "step" or is_step_on_device:
-                            state[key] = _follow(value, before, parameter.device)
+                            state[key] = pytree.tree_map_only(torch.Tensor, follow, value)
 
 
-def _follow(value: Any, before: set[torch.device], device: torch.device) -> Any:
-    """Moves the tensors of a value from the earlier devices of a parameter to its current device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device) if value.device in before else value
-    if isinstance(value, Mapping):
-        return {key: _follow(item, before, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_follow(item, before, device) for item in value)
-    return value
+def _follow(before: set[torch.device], device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Moves a tensor from the earlier devices of a parameter to its current device."""
+    return tensor.to(device) if tensor.device in before else tensor

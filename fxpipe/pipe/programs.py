@@ -83,11 +83,6 @@ class GraphInputs:
             )
         return batch
 
-    def are_far_from(self, traced: Traced) -> bool:
-        """Returns whether dynamic sizes are far from the sizes at which graph and model were compared."""
-        lengths = traced.dynamic.lengths_of(self.leaves)
-        return lengths is not None and traced.dynamic.is_far_from(lengths, traced.comparisons.lengths)
-
     def match(self, traced: Traced, sizes_of: SizesOf | None = None) -> bool:
         """Returns whether a graph fits these inputs, and micro-batches of the sizes that `sizes_of` returns."""
         if traced.key != self.key:
@@ -95,6 +90,15 @@ class GraphInputs:
         if id(traced) not in self.checked:
             self.checked[id(traced)] = traced, traced.holds_for_model()
         return self.checked[id(traced)][1] and traced.holds_for_values(self.leaves, self.seed, sizes_of)
+
+    def fit(self, traced: Traced, sizes_of: SizesOf | None = None, may_compare: bool = True) -> bool:
+        """As `match`; compares graph and model if dynamic sizes are far from the sizes that were compared."""
+        if not self.match(traced, sizes_of):
+            return False
+        lengths = traced.dynamic.lengths_of(self.leaves)
+        if lengths is None or not traced.dynamic.is_far_from(lengths, traced.comparisons.lengths):
+            return True
+        return may_compare and holds_for_lengths(traced, self.call.args, self.call.kwargs)
 
 
 class CachedGraph(NamedTuple):
@@ -125,10 +129,9 @@ class GraphCache(list[CachedGraph]):
         """Adds a graph; drops the oldest if there are too many. Warns once if each step may need another."""
         self.append(graph)
         del self[:-MAX_GRAPHS]
-        for text in (self._many_values, self._many_python_values, self._many_sizes):
-            if not self.has_warned and (message := text(graph.traced, type(graph.traced.model).__name__)) is not None:
-                self.has_warned = True
-                warn_user(message)
+        if not self.has_warned and (message := self._warning(graph.traced)) is not None:
+            self.has_warned = True
+            warn_user(message)
 
     def _of_key(self, key: GraphKey) -> list[Traced]:
         return [graph.traced for graph in self if graph.traced.key == key]
@@ -143,29 +146,22 @@ class GraphCache(list[CachedGraph]):
                 lines |= dict.fromkeys(condition.where for condition in failing)
         return list(lines)
 
-    def _many_sizes(self, traced: Traced, model: str) -> str | None:
-        graphs = self._of_key(traced.key)
-        if traced.dynamic.fixed:  # sizes that cannot be dynamic distinguish them
-            graphs = [other for other in graphs if other.dynamic.fixed]
-        elif traced.guards is not None and traced.guards.guards:
-            return None  # a value that forward reads may distinguish them
-        if len(graphs) <= MANY_VALUE_GRAPHS:
-            return None
-        if traced.dynamic.fixed:
-            why = "; ".join(traced.reasons_of_fixed_sizes)
-            remedy = "Let forward keep the size a size (tensor functions instead of loops), or pad to few sizes"
-        elif lines := self.size_conclusions(traced):
-            why = f"forward concludes something else from them at {'; '.join(lines)}"
-            remedy = "Pad to few sizes, or to sizes of which the same holds (multiples of a window or stride)"
-        else:
-            return None
-        return (
-            f"{len(graphs)} graphs of {model} differ only in sizes of inputs, and each other size takes the time to "
-            f"record another: {why}. {remedy}"
-        )
-
-    def _many_python_values(self, traced: Traced, model: str) -> str | None:
-        states = [other.python_state for other in self._of_key(traced.key)]
+    def _warning(self, traced: Traced) -> str | None:
+        """Returns the warning that each step may need another graph; None if there are not many like this one."""
+        graphs, model = self._of_key(traced.key), type(traced.model).__name__
+        seen = [
+            {f"{guard.text} at {guard.where}": repr(guard.expected) for guard in other.guards.guards}
+            for other in graphs
+            if other.guards is not None and other.guards.guards and _sizes(other) == _sizes(traced)
+        ]
+        if len(seen) > MANY_VALUE_GRAPHS:
+            reads = [read for read in seen[-1] if len({answers.get(read) for answers in seen}) > 1]
+            return (
+                f"{len(seen)} graphs of {model} differ only in values that forward has read ({'; '.join(reads)}), and "
+                "each other value takes the time to record another; keep them in tensors (torch.where, masks), take "
+                "the reading outside forward, or keep the module that reads whole (leaf_modules=)"
+            )
+        states = [other.python_state for other in graphs]
         for name in {name for state in states if (name := state.changed())}:
             if (count := len({state.facts_of(name) for state in states})) > MANY_PYTHON_VALUES:
                 return (
@@ -173,22 +169,21 @@ class GraphCache(list[CachedGraph]):
                     "so far, and each other value takes the time to record another graph: pass it to forward as a "
                     "tensor, or keep it in a buffer (register_buffer) that you fill"
                 )
-        return None
-
-    def _many_values(self, traced: Traced, model: str) -> str | None:
-        same = [other for other in self._of_key(traced.key) if _sizes(other) == _sizes(traced)]
-        seen = [
-            {f"{guard.text} at {guard.where}": repr(guard.expected) for guard in other.guards.guards}
-            for other in same
-            if other.guards is not None and other.guards.guards
-        ]
-        if len(seen) <= MANY_VALUE_GRAPHS:
+        if traced.dynamic.fixed:  # sizes that cannot be dynamic distinguish them
+            graphs = [other for other in graphs if other.dynamic.fixed]
+            why = "; ".join(traced.reasons_of_fixed_sizes)
+            remedy = "Let forward keep the size a size (tensor functions instead of loops), or pad to few sizes"
+        elif traced.guards is not None and traced.guards.guards:
+            return None  # a value that forward reads may distinguish them
+        else:
+            lines = self.size_conclusions(traced) if len(graphs) > MANY_VALUE_GRAPHS else []
+            why = f"forward concludes something else from them at {'; '.join(lines)}" if lines else ""
+            remedy = "Pad to few sizes, or to sizes of which the same holds (multiples of a window or stride)"
+        if len(graphs) <= MANY_VALUE_GRAPHS or not why:
             return None
-        reads = [read for read in seen[-1] if len({answers.get(read) for answers in seen}) > 1]
         return (
-            f"{len(seen)} graphs of {model} differ only in values that forward has read ({'; '.join(reads)}), and each "
-            "other value takes the time to record another; keep them in tensors (torch.where, masks), take the reading "
-            "outside forward, or keep the module that reads whole (leaf_modules=)"
+            f"{len(graphs)} graphs of {model} differ only in sizes of inputs, and each other size takes the time to "
+            f"record another: {why}. {remedy}"
         )
 
     def dynamic_dims(self, inputs: GraphInputs) -> DynamicDims:
@@ -311,23 +306,15 @@ class Programs:
         """
         graphs = sorted(self.graphs, key=lambda graph: graph is not first)
         for graph in graphs:
-            if self._fits(graph.traced, inputs, None if is_part else self._sizes, may_compare):
+            if inputs.fit(graph.traced, None if is_part else self._sizes, may_compare):
                 return graph
         for graph in graphs if may_compare and not is_part else ():  # not yet compared for such micro-batches
             traced, args, kwargs = graph.traced, inputs.call.args, inputs.call.kwargs
-            if self._fits(traced, inputs) and holds_for_sizes(
+            if inputs.fit(traced) and holds_for_sizes(
                 traced, args, kwargs, self._sizes(traced.batch_of(inputs.leaves)), self.settings
             ):
                 return graph
         return None
-
-    @staticmethod
-    def _fits(traced: Traced, inputs: GraphInputs, sizes_of: SizesOf | None = None, may_compare: bool = True) -> bool:
-        """Returns whether a graph fits; compares it with the model if dynamic sizes are far from the compared ones."""
-        if not inputs.match(traced, sizes_of):
-            return False
-        call = inputs.call
-        return not inputs.are_far_from(traced) or (may_compare and holds_for_lengths(traced, call.args, call.kwargs))
 
     def _graph_inputs(self, calls: Sequence[ModelCall], seed: int) -> list[GraphInputs]:
         """Flattens the inputs of a step; raises if the pipe is closed, or inputs have no values."""
@@ -365,7 +352,7 @@ class Programs:
         """Returns the caller's micro-batches, with as few programs as their graphs allow."""
         different = {id(graph.bound): graph for graph in graphs}
         if len(different) > 1:  # use the graph that fits most of them for each that it fits
-            covered = {k: [self._fits(graph.traced, one) for one in inputs] for k, graph in different.items()}
+            covered = {k: [one.fit(graph.traced) for one in inputs] for k, graph in different.items()}
             best = max(covered, key=lambda key: sum(covered[key]))
             graphs = [different[best] if holds else own for own, holds in zip(graphs, covered[best], strict=True)]
         # If samples interact, or no dimension holds them, a loss is not a mean over samples: weights are equal.
@@ -491,7 +478,35 @@ class Programs:
         return graph
 
     def bind(self, prepared: PreparedGraph) -> BoundProgram:
-        return bind_program(prepared, self.settings)
+        traced, devices = prepared.traced, self.settings.devices
+        requires_grad = {} if traced.effects is None else traced.effects.requires_grad
+        # Outputs from which the model itself computes values that require grad.
+        used_outputs = frozenset(
+            place
+            for place, node in enumerate(traced.outputs)
+            if isinstance(node, fx.Node)
+            and (node in {*traced.pieces} or any(requires_grad.get(user) for user in node.users))
+        )
+        return BoundProgram(
+            prepared.program,
+            wire_program(prepared.program),
+            devices,
+            traced.in_dims,
+            traced.handed_out_dims,
+            traced.out_spec,
+            traced.state,
+            traced.constants,
+            left_attribute_dims=traced.left_attribute_dims,
+            overwritten=traced.overwritten,
+            told=traced.told,
+            combinations=tuple(one.on(devices[-1]) for one in traced.combinations),
+            known_pieces=InputValues.of_pieces(traced, devices[-1]) if traced.combinations else None,
+            head=traced.head.on(devices[0]) if isinstance(traced.head, InputValues) else None,
+            used_outputs=used_outputs,
+            moving_buffers=_moving_buffers(prepared),
+            is_whole=traced.is_whole,
+            replicas=_replicas_of(prepared, self.settings),
+        )
 
     def _check_values_to_record(self) -> None:
         """Raises `StateError` if the model has tensors without values."""
@@ -500,38 +515,6 @@ class Programs:
                 f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
                 "(fxpipe.distributed.load(pipe, path) reads a checkpoint; or load_state_dict(..., assign=True))"
             )
-
-
-def bind_program(prepared: PreparedGraph, settings: Settings) -> BoundProgram:
-    traced, devices = prepared.traced, settings.devices
-    requires_grad = {} if traced.effects is None else traced.effects.requires_grad
-    # Outputs from which the model itself computes values that require grad.
-    used_outputs = frozenset(
-        place
-        for place, node in enumerate(traced.outputs)
-        if isinstance(node, fx.Node)
-        and (node in {*traced.pieces} or any(requires_grad.get(user) for user in node.users))
-    )
-    return BoundProgram(
-        prepared.program,
-        wire_program(prepared.program),
-        devices,
-        traced.in_dims,
-        traced.handed_out_dims,
-        traced.out_spec,
-        traced.state,
-        traced.constants,
-        left_attribute_dims=traced.left_attribute_dims,
-        overwritten=traced.overwritten,
-        told=traced.told,
-        combinations=tuple(one.on(devices[-1]) for one in traced.combinations),
-        known_pieces=InputValues.of_pieces(traced, devices[-1]) if traced.combinations else None,
-        head=traced.head.on(devices[0]) if isinstance(traced.head, InputValues) else None,
-        used_outputs=used_outputs,
-        moving_buffers=_moving_buffers(prepared),
-        is_whole=traced.is_whole,
-        replicas=_replicas_of(prepared, settings),
-    )
 
 
 def _replicas_of(prepared: PreparedGraph, settings: Settings) -> tuple[tuple[StageReplica, ...], ...]:

@@ -238,16 +238,6 @@ def _why_micro_batches_differ(traced: Traced, bound: BoundProgram) -> str:
 # -- a step ----------------------------------------------------------------------------------------------------------
 
 
-def _copied(call: ModelCall, device: torch.device | None) -> ModelCall:
-    """Copies a call: a step may write to the copy and has its gradients."""
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        copied = tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
-        return copied.requires_grad_(tensor.requires_grad)
-
-    return ModelCall(*map_tensor_leaves(copy, (call.args, call.kwargs, call.target)))
-
-
 def _micro_batches(
     traced: Traced, leaves: Sequence[Any], batch: int, count: int, target: tuple[Any, ...]
 ) -> list[ModelCall]:
@@ -269,15 +259,19 @@ class _Step:
     input_names: tuple[str, ...]
     opaque: OpaqueMethods
     draws_from_stream: tuple[bool, ...]  # for each draw of numbers, whether it decides for the step, as in layer drop
-    loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(
-        default_factory=dict
-    )  # leaves that loss_fn uses, and their earlier gradients
+    # The leaves that loss_fn uses, and their earlier gradients.
+    loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
     def _begin(self, calls: Sequence[ModelCall], device: torch.device | None) -> list[ModelCall]:
-        """Copies the inputs of a step, and clears the gradients of `loss_leaves`."""
+        """Copies inputs, which a step may write to and which get gradients; clears gradients of `loss_leaves`."""
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            copied = tensor.detach().to(device or tensor.device, copy=True)
+            return copied.requires_grad_(tensor.requires_grad)
+
         for leaf, _ in self.loss_leaves.values():
             leaf.grad = None
-        return [_copied(call, device) for call in calls]
+        return [ModelCall(*map_tensor_leaves(copy, (call.args, call.kwargs, call.target))) for call in calls]
 
     def of_pipe(self, pipe: Pipeline, calls: Sequence[ModelCall]) -> Values:
         with preserve_state(self.model), without_gradients(self.model):
@@ -519,7 +513,7 @@ def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator
 
 def compare(want: Values, have: Values, moved: Values) -> tuple[Difference, ...]:
     """Compares two steps by name. `moved`: the plain model's values if its inputs and weights are moved by rounding."""
-    names = [*want, *(name for name in have if name not in want)]
+    names = dict.fromkeys((*want, *have))
     return tuple(
         _difference(name, want.get(name, _MISSING), have.get(name, _MISSING), moved.get(name)) for name in names
     )

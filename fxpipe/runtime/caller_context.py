@@ -79,7 +79,7 @@ class CallerContext:
             )
         stack = current_function_modes()
         functions = tuple(mode for mode in stack if not isinstance(mode, DeviceContext))
-        dispatches = current_dispatch_modes()
+        dispatches = tuple(current_dispatch_modes())
         for mode in filter(is_infrastructure_mode, dispatches):  # torch's own, which replace tensors
             raise StateError(
                 f"a pipe cannot run inside {type(mode).__name__} (fake tensors, torch.export, make_fx): its stages "

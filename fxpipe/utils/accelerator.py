@@ -68,7 +68,10 @@ def _find_missing_support(device: torch.device) -> str | None:
         ("streams (torch.Stream)", new_stream),
         ("events with times (torch.Event)", lambda device: record_event(current_stream(device), timing=True)),
         ("random generators (torch.Generator)", torch.Generator),
-        ("its own random generator (default_generators or get_rng_state)", _try_generator),
+        (
+            "its own random generator (default_generators or get_rng_state)",
+            lambda device: default_generator(device).get_state(),
+        ),
         (  # a tensor without memory: all may be in use
             "tensors that remember a stream (Tensor.record_stream)",
             lambda device: torch.empty(0, device=device).record_stream(current_stream(device)),
@@ -83,19 +86,14 @@ def _find_missing_support(device: torch.device) -> str | None:
     return None
 
 
-def _try_generator(device: torch.device) -> None:
-    default_generator(device).get_state()
-
-
 def with_index(device: torch.device) -> torch.device:
     """Returns the device with its index, by default the current device's; the CPU has no index."""
     if device.type == "cpu":
         return torch.device("cpu")
-    index = device.index
-    if index is None:
-        is_here = device.type == accelerator_type() and torch.accelerator.is_available()
-        index = torch.accelerator.current_device_index() if is_here else 0
-    return torch.device(device.type, index)
+    if device.index is not None:
+        return device
+    is_here = device.type == accelerator_type() and torch.accelerator.is_available()
+    return torch.device(device.type, torch.accelerator.current_device_index() if is_here else 0)
 
 
 def parse_device(argument: str, value: str | torch.device, anywhere: bool = False) -> torch.device:
@@ -131,18 +129,15 @@ def parse_device(argument: str, value: str | torch.device, anywhere: bool = Fals
 
 
 def device_name(device: torch.device) -> str | None:
-    if not device_count(device.type):
-        return None
-    function = getattr(torch.get_device_module(device.type), "get_device_name", None)
+    module = torch.get_device_module(device.type) if device_count(device.type) else None
+    function = getattr(module, "get_device_name", None)
     return None if function is None else str(function(device))
 
 
 def device_uuid(device: torch.device) -> str | None:
     """Returns the UUID of a device, equal in all processes; None if unknown."""
-    if not device_count(device.type):
-        return None
-    properties = getattr(torch.get_device_module(device.type), "get_device_properties", lambda device: None)(device)
-    uuid = getattr(properties, "uuid", None)
+    module = torch.get_device_module(device.type) if device_count(device.type) else None
+    uuid = getattr(getattr(module, "get_device_properties", lambda device: None)(device), "uuid", None)
     return None if uuid is None else str(uuid)
 
 
@@ -300,24 +295,14 @@ class MemoryFigures:
         return self.free + max(0, self.reserved - self.allocated)
 
 
-# Names in the device's module -> in `torch.accelerator`, whose functions support only torch's allocators.
-_MEMORY_FUNCTIONS = {
-    "mem_get_info": "get_memory_info",
-    "memory_allocated": "memory_allocated",
-    "memory_reserved": "memory_reserved",
-    "max_memory_allocated": "max_memory_allocated",
-    "max_memory_reserved": "max_memory_reserved",
-    "reset_peak_memory_stats": "reset_peak_memory_stats",
-}
-
-
 @functools.cache
 def _memory_function(device_type: str, name: str) -> Callable[[torch.device], Any] | None:
     """Returns the memory function of this name for a device type; None if no function works."""
     function: Callable[[torch.device], Any] | None = getattr(torch.get_device_module(device_type), name, None)
     if function is not None:
         return function
-    function = getattr(torch.accelerator, _MEMORY_FUNCTIONS[name], None)
+    # These functions support only torch's allocators.
+    function = getattr(torch.accelerator, "get_memory_info" if name == "mem_get_info" else name, None)
     try:
         if function is not None:
             function(torch.device(device_type, 0))
@@ -344,28 +329,17 @@ def counts_memory(device: torch.device) -> bool:
     return device.type == accelerator_type() and all(_memory_function(device.type, name) for name in names)
 
 
-def _memory_figure(device: torch.device, name: str) -> int:
+def _memory_figure(name: str, device: torch.device) -> int:
     function = _memory_function(device.type, name)
     if function is None:
         raise StateError(f"torch's backend {device.type!r} lacks {name}")
     return int(function(device) or 0)
 
 
-def allocated_bytes(device: torch.device) -> int:
-    return _memory_figure(device, "memory_allocated")
-
-
-def peak_allocated_bytes(device: torch.device) -> int:
-    return _memory_figure(device, "max_memory_allocated")
-
-
-def peak_reserved_bytes(device: torch.device) -> int:
-    return _memory_figure(device, "max_memory_reserved")
-
-
-def reset_peak(device: torch.device) -> None:
-    """Resets the peak memory statistics; torch cannot restore them."""
-    _memory_figure(device, "reset_peak_memory_stats")
+allocated_bytes = functools.partial(_memory_figure, "memory_allocated")
+peak_allocated_bytes = functools.partial(_memory_figure, "max_memory_allocated")
+peak_reserved_bytes = functools.partial(_memory_figure, "max_memory_reserved")
+reset_peak = functools.partial(_memory_figure, "reset_peak_memory_stats")  # torch cannot restore these statistics
 
 
 @functools.cache
@@ -421,7 +395,7 @@ def used_generators() -> list[GeneratorState]:
 @functools.cache
 def _has_generators(device_type: str) -> bool:
     try:
-        _try_generator(torch.device(device_type, 0))
+        default_generator(torch.device(device_type, 0)).get_state()
     except (RuntimeError, AttributeError, TypeError):
         return False
     return True

@@ -94,11 +94,22 @@ class Polynomial:
         return Polynomial.of({monomial: number * c for monomial, c in self.terms})
 
     @property
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - compared by value, and small
     def formula(self) -> sympy.Expr:
-        return _sympy_formula(self)
+        import sympy
+
+        products = []
+        for powers, c in self.terms:
+            sizes = (sympy.Symbol(name, integer=True, positive=True) ** power for name, power in powers)
+            products.append(sympy.Mul(sympy.Rational(c.numerator, c.denominator), *sizes))
+        return sympy.Add(*products)
 
     def __str__(self) -> str:
-        texts = [_term_text(monomial, c) for monomial, c in reversed(self.terms)]
+        texts = []
+        for monomial, c in reversed(self.terms):
+            number = str(c) if isinstance(c, int) else f"{float(c):g}"
+            powers = "*".join(name if power == 1 else f"{name}**{power}" for name, power in monomial)
+            texts.append("*".join(filter(None, ("" if powers and number == "1" else number, powers))))
         return " + ".join(texts).replace("+ -", "- ") or "0"
 
     # -- Files -----------------------------------------------------------------------------------------------------
@@ -141,17 +152,6 @@ def polynomial_sum(polynomials: Iterable[Polynomial]) -> Polynomial:
     return Polynomial.of(numbers)
 
 
-@functools.lru_cache(maxsize=4096)
-def _sympy_formula(polynomial: Polynomial) -> sympy.Expr:
-    import sympy
-
-    def product(powers: Monomial, c: Number) -> sympy.Expr:
-        sizes = (sympy.Symbol(name, integer=True, positive=True) ** power for name, power in powers)
-        return sympy.Mul(sympy.Rational(c.numerator, c.denominator), *sizes)
-
-    return sympy.Add(*(product(*term) for term in polynomial.terms))
-
-
 def _exact(number: Any) -> Number:
     is_plain = isinstance(number, int | float)
     exact = Fraction(number) if is_plain else Fraction(int(number.numerator), int(number.denominator))
@@ -168,12 +168,6 @@ def _degree(monomial: Monomial) -> int:
 
 def _power_of_b(power: int) -> Monomial:
     return (("b", power),) if power else ()
-
-
-def _term_text(monomial: Monomial, c: Number) -> str:
-    number = str(c) if isinstance(c, int) else f"{float(c):g}"
-    powers = "*".join(name if power == 1 else f"{name}**{power}" for name, power in monomial)
-    return "*".join(filter(None, ("" if powers and number == "1" else number, powers)))
 
 
 def _number_from_json(value: Any) -> Number:
@@ -246,7 +240,8 @@ def polynomial_through(counted: Sequence[tuple[int | SizePoint, int]]) -> Polyno
     names = tuple(_point(counted[0][0]).values)
     if any(len(set(values)) == 1 for values in zip(*points, strict=True)) and len(names) > 1:
         return None  # the dependence on that size is unknown
-    for degrees in _degrees(len(names)):
+    every = itertools.product(range(MAX_FIT_DEGREE + 1), repeat=len(names))  # degrees, one for each size
+    for degrees in sorted(every, key=lambda of: (math.prod(degree + 1 for degree in of), of)):
         powers = [*itertools.product(*(range(degree + 1) for degree in degrees))]
         if len(points) <= len(powers) and not (degrees == (1,) and len(points) == 2):
             continue
@@ -267,13 +262,6 @@ def polynomial_through(counted: Sequence[tuple[int | SizePoint, int]]) -> Polyno
 
 def _point(at: int | SizePoint) -> SizePoint:
     return SizePoint(at) if isinstance(at, int) else at
-
-
-@functools.cache
-def _degrees(sizes: int) -> list[tuple[int, ...]]:
-    """Returns all tuples of degrees, one for each size, by ascending number of monomials."""
-    every = itertools.product(range(MAX_FIT_DEGREE + 1), repeat=sizes)
-    return sorted(every, key=lambda degrees: (math.prod(degree + 1 for degree in degrees), degrees))
 
 
 def _growing_from(counted: Sequence[tuple[SizePoint, int]], here: SizePoint) -> Polynomial:

@@ -67,11 +67,8 @@ def take_apart(value: Any, base: type[Any]) -> tuple[list[pytree.KeyEntry], list
         items = dict(enumerate(base.__iter__(value)))
         names += map(pytree.SequenceKey, items)
     names += map(pytree.GetAttrKey, attributes)
-    return (
-        names,
-        [*items.values(), *attributes.values()],
-        ObjectParts(type(value), base, tuple(items), tuple(attributes)),
-    )
+    parts = ObjectParts(type(value), base, tuple(items), tuple(attributes))
+    return names, [*items.values(), *attributes.values()], parts
 
 
 def put_together(children: Any, parts: ObjectParts) -> Any:
