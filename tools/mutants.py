@@ -961,8 +961,8 @@ SIMULATION = (
     ),
     Mutant(
         "planning/plans/figures.py",
-        "seconds[device] += stage.seconds / len(rows)",
-        "seconds[device] += stage.seconds",
+        "by_device[device] += stage.seconds / len(rows)",
+        "by_device[device] += stage.seconds",
         "cli/test_shown_figures.py::test_balance_is_that_of_devices",
     ),
     Mutant(

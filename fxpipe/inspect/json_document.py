@@ -8,7 +8,7 @@ from typing import Any
 from fxpipe.inspect.step_summary import Outcome, StepSummary
 from fxpipe.inspect.targets import InputOption
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.plans.figures import plan_figures, size_figures
+from fxpipe.planning.plans.figures import plan_figures
 from fxpipe.planning.tuning.candidates import Tuning
 from fxpipe.simulation import Simulation
 
@@ -133,7 +133,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
                              values to a later stage, gradients to an earlier stage
         processes            true if each device has a separate process
         packets              list of {source, target, bytes, relayed_bytes, seconds}: over processes, the transfers
-                             across a cut for one micro-batch, and the relayed part; null if not known
+                             across a cut for one micro-batch, and the relayed part
         tied                 list of {names, stages, bytes}: parameters with several names, or in several stages
         whole                list of {name, why, line}: opaque modules, each one node
         heaviest             {name, stage, seconds, line}: the node that no cut can divide; null if not known
@@ -151,11 +151,11 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "index device nodes code forward_seconds backward_seconds loss_seconds parameter_bytes gradient_bytes "
         "state_bytes activation_bytes sent_bytes memory_limit"
     )
-    sizes = map(size_figures, plan.at_sizes() if plan.sizes else ())
+    size_names = "sizes step_seconds slowest_to_mean slowest shares memory_bytes fullest over_bytes"
     return {
         **_values(plan, names),
         "sizes": [asdict(one) | {"dims": list(one.dims)} for one in plan.sizes],
-        "sizes_compared": [asdict(row) | {"shares": list(row.shares)} for row in sizes],
+        "sizes_compared": [_values(plan_figures(one), size_names) for one in (plan.at_sizes() if plan.sizes else ())],
         "devices": list(plan.row_devices),
         "placement": [stage.rows[0] for stage in figures.stages],
         "replicas": list(plan.replicas),
@@ -176,9 +176,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         ],
         "sendings": [_values(one, "source target bytes seconds") for one in plan.sendings],
         "processes": plan.is_over_processes,
-        "packets": None
-        if plan.packets is None
-        else [
+        "packets": [
             _values(packet, "source target bytes")
             | {"relayed_bytes": packet.relayed.at(plan.here), "seconds": packet.seconds + 2 * packet.handling}
             for packet in plan.packets

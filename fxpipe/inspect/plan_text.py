@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fxpipe.inspect.svg import escape_markup, notebook_note, notebook_view
 from fxpipe.inspect.table import Cell, Column, Table, bytes_column, number_column, text_column
 from fxpipe.planning.plans.data import PlanData, Portal, TiedParameter
-from fxpipe.planning.plans.figures import SizeFigures, StageFigures, limiting_node, plan_figures, size_figures
+from fxpipe.planning.plans.figures import PlanFigures, StageFigures, limiting_node, plan_figures
 from fxpipe.utils.text_table import (
     EMPTY_CELL,
     MAX_LIST_LINES,
@@ -41,7 +41,7 @@ STAGE_COLUMNS: tuple[Column[StageFigures], ...] = (
 )
 
 
-SIZE_COLUMNS: tuple[Column[SizeFigures], ...] = (
+SIZE_COLUMNS: tuple[Column[PlanFigures], ...] = (
     number_column("step", lambda row: row.step_seconds, human_seconds),
     number_column("balance", lambda row: row.slowest_to_mean, "{:.2f}".format),
     number_column("slowest\nstage", lambda row: row.slowest),
@@ -54,12 +54,12 @@ SIZE_COLUMNS: tuple[Column[SizeFigures], ...] = (
 )
 
 
-def sizes_table(plans: Sequence[PlanData]) -> Table[SizeFigures]:
-    def size_column(name: str) -> Column[SizeFigures]:
+def sizes_table(plans: Sequence[PlanData]) -> Table[PlanFigures]:
+    def size_column(name: str) -> Column[PlanFigures]:
         return number_column(name, lambda row: row.sizes[name])
 
     columns = (*(size_column(one.name) for one in plans[0].sizes), *SIZE_COLUMNS)
-    return Table(columns, list(map(size_figures, plans)))
+    return Table(columns, list(map(plan_figures, plans)))
 
 
 def sizes_text(plans: Sequence[PlanData]) -> str:

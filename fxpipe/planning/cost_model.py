@@ -78,7 +78,7 @@ def _chain_at(
     return Chain(
         forward=tuple(tuple(cost.forward.at(samples) for cost in row) for row in by_place),
         backward=tuple(map(tuple, backward)),
-        flows=tuple(Flow(size(flow.formula), flow.maker, flow.users, flow.returns) for flow in value_flows(traced)),
+        flows=tuple(Flow(size(one), maker, users, back) for one, maker, users, back in value_flows(traced)),
         held=tuple(
             HeldStorage(size(saved.bytes), profiled[saved.maker], tuple(sorted(profiled[p] for p in saved.savers)))
             for saved in profiles[0].saved
@@ -90,18 +90,8 @@ def _chain_at(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ValueFlow:
-    """A `Flow` for any sizes."""
-
-    formula: sympy.Expr  # its bytes
-    maker: int
-    users: tuple[int, ...]
-    returns: bool
-
-
-def value_flows(traced: Traced) -> Iterable[ValueFlow]:
-    """Yields the flows of a graph, in the order of a chain."""
+def value_flows(traced: Traced) -> Iterable[tuple[sympy.Expr, int, tuple[int, ...], bool]]:
+    """Yields the flows of a graph, in the order of a chain: for any sizes the bytes, then as in `Flow`."""
     effects = traced.effects
     assert effects is not None
     outputs = {
@@ -120,7 +110,7 @@ def value_flows(traced: Traced) -> Iterable[ValueFlow]:
             # The stage that first writes to an input does so on a clone, which becomes a value of that stage.
             maker, returns, users = writer, effects.alias[node] in with_gradient, [u for u in users if u > writer]
         if users:
-            yield ValueFlow(bytes_formula(info(node).full_shapes), maker, tuple(users), returns)
+            yield bytes_formula(info(node).full_shapes), maker, tuple(users), returns
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def stage_bytes(traced: Traced, starts: Sequence[int], profiles: Sequence[Profil
     def polynomial(formula: sympy.Expr) -> Polynomial:
         return size_polynomial(formula, traced.batch, samples, lengths)
 
-    flows = [polynomial(flow.formula) for flow in value_flows(traced)]
+    flows = [polynomial(formula) for formula, *_ in value_flows(traced)]
     held = [polynomial(saved.bytes) for saved in profile.saved]
     working = [{polynomial(costs[node.name].working_bytes)} for node in traced.nodes]
     if chain.loss and profile.loss is not None:
@@ -279,8 +279,7 @@ def formulas_of_sizes(
             Portal(s.name, s.source, s.target, formulas[s.name].at(here), formulas[s.name], lines[s.name])
             for s in program.skips
         ),
-        "sendings": _planned_transfers(program, returns, formulas, settings, here),
-        "packets": _planned_packets(program, returns, formulas, settings, here),
+        **_planned_transfers(program, returns, formulas, settings, here),
         "sizes": tuple(
             PlannedSize(symbol.name, size, largest[symbol], *traced.dynamic.bounds(symbol), tuple(dims.get(symbol, ())))
             for symbol, size in profile.lengths
@@ -294,63 +293,46 @@ def _planned_transfers(
     formulas: Mapping[str, Polynomial],
     settings: Settings,
     here: Mapping[str, int],
-) -> tuple[PlannedTransfer, ...]:
-    """Returns the transfers between stages, by pairs of stages; outputs, which go to the caller, are not included."""
-    users: dict[tuple[int, str], list[int]] = {}
+) -> dict[str, tuple[PlannedTransfer, ...]]:
+    """Returns the transfers between stages in one process, and the packets that they send if each device has a process.
+
+    In one process by pairs of stages, without outputs, which go to the caller. There is a packet for each cut and
+    direction: values for later stages are relayed in the packets of the stages between (`relay_routes`), and so are
+    inputs read by later stages and outputs of stages before the last.
+    """
+    cluster, placement = settings.cluster, settings.placement
+
+    def over_link(way: PlannedTransfer, handed_over: Link | None = None) -> PlannedTransfer:
+        ends = placement[way.source], placement[way.target]
+        over = () if cluster is None else cluster.adapters(*ends)
+        return transfer_over_link(way, worker_link(settings, *ends) or handed_over, over)
+
+    receivers: dict[tuple[int, str], list[int]] = {}
     for j, stage in enumerate(program.stages):
         for value in stage.receives:
             if value.source != PIPE_INPUT:
-                users.setdefault((value.source, value.name), []).append(j)
+                receivers.setdefault((value.source, value.name), []).append(j)
     sizes_by_ends: dict[tuple[int, int], list[Polynomial]] = {}
-    for (source, name), stages in users.items():
+    for (source, name), stages in receivers.items():
         for way in transfers_of(source, stages, 0, returns=name in returns):
             sizes_by_ends.setdefault((way.source, way.target), []).append(formulas[name])
-    return tuple(
-        _over_link(
-            PlannedTransfer(
-                source, target, sum(size.at(here) for size in sizes), size=polynomial_sum(sizes), values=len(sizes)
-            ),
-            settings,
-        )
-        for (source, target), sizes in sorted(sizes_by_ends.items())
-    )
-
-
-def _planned_packets(
-    program: Program,
-    returns: Collection[str],
-    formulas: Mapping[str, Polynomial],
-    settings: Settings,
-    here: Mapping[str, int],
-) -> tuple[PlannedTransfer, ...]:
-    """Lists the packets that stages send if each device has a process: one for each cut and direction.
-
-    Values for later stages are relayed in the packets of the stages between (`relay_routes`), and so are inputs read by
-    later stages and outputs of stages before the last.
-    """
-    users = value_users(program)
-    routes = relay_routes(users, settings.placement)
-    packets = []
-    for cut in (cut for cut in range(len(settings.placement) - 1) if routes.crosses(cut)):
+    sendings = []
+    for ends, sizes in sorted(sizes_by_ends.items()):
+        total = sum(size.at(here) for size in sizes)
+        sendings.append(over_link(PlannedTransfer(*ends, total, size=polynomial_sum(sizes), values=len(sizes))))
+    users, packets = value_users(program), []
+    routes = relay_routes(users, placement)
+    for cut in (cut for cut in range(len(placement) - 1) if routes.crosses(cut)):
         values = [(formulas[key[1]], is_relayed_value(routes, users[key], cut)) for key in routes.down[cut]]
         gradients = [
             (formulas[key[1]], is_relayed_gradient(routes, key, cut)) for key in routes.up[cut] if key[1] in returns
         ]
-        for source, target, parts in ((cut, cut + 1, values), (cut + 1, cut, gradients)):
+        for ends, parts in (((cut, cut + 1), values), ((cut + 1, cut), gradients)):
             size = polynomial_sum(size for size, _ in parts)
             relayed = polynomial_sum(size for size, is_relayed in parts if is_relayed)
-            packet = PlannedTransfer(
-                source, target, size.at(here), handling=MESSAGE_SECONDS, size=size, relayed=relayed
-            )
-            packets.append(_over_link(packet, settings, LOOPBACK))
-    return tuple(packets)
-
-
-def _over_link(way: PlannedTransfer, settings: Settings, handed_over: Link | None = None) -> PlannedTransfer:
-    """Adds the link of a transfer; `handed_over` is the link if values are passed within one process."""
-    cluster, one, other = settings.cluster, settings.placement[way.source], settings.placement[way.target]
-    over = () if cluster is None else cluster.adapters(one, other)
-    return transfer_over_link(replace(way, over=over), worker_link(settings, one, other) or handed_over)
+            packet = PlannedTransfer(*ends, size.at(here), handling=MESSAGE_SECONDS, size=size, relayed=relayed)
+            packets.append(over_link(packet, LOOPBACK))
+    return {"sendings": tuple(sendings), "packets": tuple(packets)}
 
 
 def _stage_work(costs: Sequence[NodeCost], loss: NodeCost | None, places: dict[Operation, int]) -> StageWork:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 from fxpipe.cluster import MESHES
 from fxpipe.errors import ArgumentError, PartitionError
@@ -44,13 +45,9 @@ ONE_STAGE_EACH = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _NodeFigures:
-    """Costs of nodes for a mini-batch of all replicas."""
-
-    times: list[list[float]]  # for each kind of device, forward and backward
-    activation_bytes: list[float]  # half of the bytes sent across the cut after each node, forward and backward
-    weight_bytes: list[float]
+# Of nodes, for a mini-batch of all replicas: for each kind of device the seconds, forward and backward; half of the
+# bytes sent across the cut after each node, forward and backward; the bytes of trained parameters.
+_NodeFigures: TypeAlias = tuple[list[list[float]], list[float], list[float]]
 
 
 def _node_figures(chain: Chain, micro_batches: int) -> _NodeFigures:
@@ -67,7 +64,7 @@ def _node_figures(chain: Chain, micro_batches: int) -> _NodeFigures:
         weights[use.users[0]] += use.bytes if use.is_trained else 0.0
     rows = zip(chain.forward, chain.backward, strict=True)
     times = [[micro_batches * (f + b) for f, b in zip(*row, strict=True)] for row in rows]
-    return _NodeFigures(times, [max(0.0, size) for size in accumulate(changes[:n])], weights)
+    return times, [max(0.0, size) for size in accumulate(changes[:n])], weights
 
 
 def pipedream_starts(chain: Chain, settings: Settings, batch: int) -> tuple[int, ...]:
@@ -104,14 +101,8 @@ def _bounds(figures: _NodeFigures, chain: Chain, settings: Settings) -> tuple[tu
         receives = math.inf if link is None else link.bytes_per_second * shares
         count = cluster.count(k) if cluster is not None else shares
         of_stages.append(StageWorkers(count, workers[k].kind, reduces, receives))
-    return bounds_for_replicas(
-        figures.times,
-        figures.activation_bytes,
-        figures.weight_bytes,
-        of_stages,
-        forbidden=sorted(chain.forbidden_cuts),
-        required=chain.required_cuts,
-    )
+    forbidden = sorted(chain.forbidden_cuts)
+    return bounds_for_replicas(*figures, of_stages, forbidden=forbidden, required=chain.required_cuts)
 
 
 def choose_replicas(traced: Traced, profile: Profile, batch: int, settings: Settings) -> Settings:
@@ -174,12 +165,12 @@ def bandwidth_levels(hardware: Hardware, devices: int) -> tuple[BandwidthLevel, 
 
 def _partitions(figures: _NodeFigures, chain: Chain, hardware: Hardware, devices: int) -> Iterator[tuple[int, ...]]:
     """Yields the replicas of the best stages over several levels, and over a single level."""
-    times, weights = figures.times[0], figures.weight_bytes
+    (times, *_), activations, weights = figures
     starts = group_into_layers(times, weights, sorted(chain.forbidden_cuts), chain.required_cuts)
     ends = list(pairwise([*starts, len(times)]))
     layers = (
         [math.fsum(times[start:stop]) for start, stop in ends],
-        [figures.activation_bytes[stop - 1] for _, stop in ends],
+        [activations[stop - 1] for _, stop in ends],
         [math.fsum(weights[start:stop]) for start, stop in ends],
     )
     required = [starts.index(place) for place in chain.required_cuts]

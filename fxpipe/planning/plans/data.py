@@ -209,8 +209,7 @@ class PlanData:
     placement: tuple[int, ...] = ()  # for each stage, its worker; default: one worker per stage
     bottlenecks: tuple[Bottleneck, ...] = ()
     sendings: tuple[PlannedTransfer, ...] = ()
-    # With processes: between adjacent stages, each with all values that cross the cut. None: unknown.
-    packets: tuple[PlannedTransfer, ...] | None = None
+    packets: tuple[PlannedTransfer, ...] = ()  # with processes: between adjacent stages, all values that cross the cut
     batch: int | None = None  # samples of the planned mini-batch of one replica; None: unknown
     evaluating: tuple[str, ...] | None = None  # modules that were in evaluation mode; None: unknown
     tied: tuple[TiedParameter, ...] = ()
@@ -309,14 +308,12 @@ class PlanData:
         Raises:
             ArgumentError: devices have their own processes, and the plan has no packets between them.
         """
-        transfers = self.sendings
-        if self.is_over_processes and (self.sendings or self.packets):
-            if self.packets is None:
-                raise ArgumentError(
-                    "the plan does not know what its stages hand each other over processes: it was made by an older "
-                    "version, or by hand; plan the model again"
-                )
-            transfers = self.packets
+        if self.is_over_processes and self.sendings and not self.packets and len(self.workers) > 1:
+            raise ArgumentError(
+                "the plan does not know what its stages hand each other over processes: it was made by hand; plan the "
+                "model again"
+            )
+        transfers = self.packets if self.is_over_processes else self.sendings
         return [self._cost(stage) for stage in self.stages], list(transfers)
 
     def _cost(self, stage: StagePlan) -> StageCost:

@@ -33,6 +33,13 @@ class PlanFigures:
     stages: tuple[StageFigures, ...]
     slowest_to_mean: float  # forward and backward seconds of the slowest device, divided by the mean over devices
     simulation: Simulation  # a step, or a stream if the schedule streams
+    sizes: Mapping[str, int]  # dynamic sizes, by name
+    step_seconds: float
+    slowest: int  # index of the stage
+    shares: tuple[float, ...]  # by stage, its share of the total seconds, 0 to 1
+    memory_bytes: int  # largest memory of a stage
+    fullest: int  # index of the stage with the largest memory
+    over_bytes: int | None  # largest excess of a stage over its limit; None: no limit is known
 
 
 def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | None = None) -> Simulation:
@@ -67,8 +74,8 @@ def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | 
 
 
 def plan_figures(plan: PlanData) -> PlanFigures:
-    simulation = simulate_step(plan)
-    slowest = max(stage.seconds for stage in plan.stages)
+    """Computes the balance, step time and memory of a plan at its current sizes."""
+    simulation, seconds = simulate_step(plan), [stage.seconds for stage in plan.stages]
     stages = tuple(
         StageFigures(
             stage,
@@ -77,54 +84,32 @@ def plan_figures(plan: PlanData) -> PlanFigures:
             mode,
             plan.in_flight(stage.index),
             float(stage.flops.at(plan.here)),
-            stage.seconds == slowest,
+            stage.seconds == max(seconds),
             portals_in=tuple(portal for portal in plan.portals if portal.target == stage.index),
             portals_out=tuple(portal for portal in plan.portals if portal.source == stage.index),
             memory_bytes=int(plan.memory(stage.index, b=plan.micro_batch)),
         )
         for stage, rows, mode in zip(plan.stages, plan.stage_rows, plan.modes, strict=True)
     )
-    return PlanFigures(stages, slowest_to_mean(plan), simulation)
-
-
-@dataclass(frozen=True, slots=True)
-class SizeFigures:
-    sizes: Mapping[str, int]  # by name
-    step_seconds: float
-    slowest_to_mean: float
-    slowest: int  # index of the stage
-    shares: tuple[float, ...]  # by stage, its share of the total seconds, 0 to 1
-    memory_bytes: int  # largest memory of a stage
-    fullest: int  # index of the stage with the largest memory
-    over_bytes: int | None  # largest excess of a stage over its limit; None: no limit is known
-
-
-def size_figures(plan: PlanData) -> SizeFigures:
-    """Computes the balance, step time and memory of a plan at its current sizes."""
-    figures = plan_figures(plan)
-    seconds = [stage.seconds for stage in plan.stages]
-    memory = [own.memory_bytes for own in figures.stages]
-    limited = [(own, stage.memory_limit) for own, stage in zip(memory, plan.stages, strict=True)]
-    over = [own - limit for own, limit in limited if limit is not None]
-    return SizeFigures(
+    by_device = [0.0] * len(plan.row_devices)
+    for stage, rows in zip(plan.stages, plan.stage_rows, strict=True):
+        for device in rows:
+            by_device[device] += stage.seconds / len(rows)
+    memory = [own.memory_bytes for own in stages]
+    limits = [stage.memory_limit for stage in plan.stages]
+    over = [own - limit for own, limit in zip(memory, limits, strict=True) if limit is not None]
+    return PlanFigures(
+        stages,
+        max(by_device) / fmean(by_device) if any(by_device) else 1.0,
+        simulation,
         {one.name: one.size for one in plan.sizes},
-        figures.simulation.step_seconds,
-        figures.slowest_to_mean,
+        simulation.step_seconds,
         seconds.index(max(seconds)),
         tuple(one / (sum(seconds) or 1.0) for one in seconds),
         max(memory),
         memory.index(max(memory)),
         max(0, *over) if over else None,
     )
-
-
-def slowest_to_mean(plan: PlanData) -> float:
-    """Computes the imbalance: 1 if all devices take the same time, n if one of n devices takes all of it."""
-    seconds = [0.0] * len(plan.row_devices)
-    for stage, rows in zip(plan.stages, plan.stage_rows, strict=True):
-        for device in rows:
-            seconds[device] += stage.seconds / len(rows)
-    return max(seconds) / fmean(seconds) if any(seconds) else 1.0
 
 
 def limiting_node(plan: PlanData) -> HeaviestNode | None:

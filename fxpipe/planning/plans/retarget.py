@@ -47,7 +47,7 @@ def resize_plan(
         micro_batch=samples,
         bottlenecks=(),
         sendings=tuple(_resize_transfer(way, now) for way in plan.sendings),
-        packets=None if plan.packets is None else tuple(_resize_transfer(way, now) for way in plan.packets),
+        packets=tuple(_resize_transfer(way, now) for way in plan.packets),
         heaviest=heaviest and replace(heaviest, seconds=now.seconds(heaviest.seconds, heaviest.formula)),
         sizes=tuple(
             replace(one, size=now.after[one.name], largest=max(one.largest, now.after[one.name])) for one in plan.sizes
@@ -63,7 +63,7 @@ class _Resizing:
     after: Mapping[str, int]
 
     def bytes(self, formula: Polynomial, known: int) -> int:
-        """Computes bytes by the formula; without one (an older file, a manual plan) in proportion to samples."""
+        """Computes bytes by the formula; without one (a manual plan) in proportion to samples."""
         return formula.at(self.after) if formula else math.ceil(known * self._times)
 
     def seconds(self, known: float, formula: Polynomial) -> float:
@@ -178,12 +178,13 @@ def retarget_plan(plan: PlanT, hardware: Hardware, cluster: Cluster | None = Non
     )
 
 
-def transfer_over_link(way: PlannedTransfer, link: Link | None) -> PlannedTransfer:
+def transfer_over_link(way: PlannedTransfer, link: Link | None, over: tuple[str, ...]) -> PlannedTransfer:
     """Returns the transfer with its seconds over this link; None: values are passed without a copy."""
-    if link is None:
-        return replace(way, seconds=0.0, fixed_seconds=0.0)
-    fixed = way.values * link.latency
-    return replace(way, seconds=fixed + way.bytes / link.bytes_per_second, fixed_seconds=fixed)
+    fixed, whole = 0.0, 0.0
+    if link is not None:
+        fixed = way.values * link.latency
+        whole = fixed + way.bytes / link.bytes_per_second
+    return replace(way, over=over, seconds=whole, fixed_seconds=fixed)
 
 
 def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Hardware) -> StagePlan:
@@ -219,12 +220,14 @@ def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Har
 
 def place_plan(plan: PlanT, cluster: Cluster) -> PlanT:
     """Returns the plan with its devices, and the devices of its replicas, placed in a cluster."""
-    packets = plan.packets
+
+    def placed(way: PlannedTransfer, handed_over: Link | None) -> PlannedTransfer:
+        ends = plan.placement[way.source], plan.placement[way.target]
+        return transfer_over_link(way, cluster.link(*ends) or handed_over, cluster.adapters(*ends))
+
+    sendings = tuple(placed(way, None) for way in plan.sendings)
     return replace(
-        plan,
-        cluster=cluster,
-        sendings=tuple(_place_transfer(plan, way, cluster) for way in plan.sendings),
-        packets=None if packets is None else tuple(_place_transfer(plan, way, cluster, LOOPBACK) for way in packets),
+        plan, cluster=cluster, sendings=sendings, packets=tuple(placed(way, LOOPBACK) for way in plan.packets)
     )
 
 
@@ -241,11 +244,3 @@ def replicas_in_turn(plan: PlanT, schedule: object) -> PlanT:
         return place_plan(plan, in_turn)
     batch = None if plan.batch is None else plan.batch * count
     return place_plan(replace(plan, chunks=plan.micro_batches * count, batch=batch), in_turn)
-
-
-def _place_transfer(
-    plan: PlanData, way: PlannedTransfer, cluster: Cluster, handed_over: Link | None = None
-) -> PlannedTransfer:
-    """Places a transfer; `handed_over` is the link to use if values are passed within one process."""
-    ends = plan.placement[way.source], plan.placement[way.target]
-    return transfer_over_link(replace(way, over=cluster.adapters(*ends)), cluster.link(*ends) or handed_over)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -27,6 +27,7 @@ from fxpipe.planning.options.parse import (
     parse_switch,
 )
 from fxpipe.planning.options.pipeline_options import (
+    AUTO,
     OPTION_DEFAULTS,
     TRACING_OPTIONS,
     ModelOptions,
@@ -170,9 +171,8 @@ def tune(
             raise ArgumentError(f"balance={balance!r}: expected {', '.join(map(repr, BALANCES))}; tune cuts by itself")
         if measure and hardware is not None:
             raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
-        common = {**options, "balance": balance, "processes": processes}
-        ways = ReplicaOptions.of(common, devices, data_parallel, mesh)
-        settings = with_memory_at_hand(ways.settings_for(ways.counts[-1]), model_or_plan)
+        ways = _replica_settings({**options, "balance": balance, "processes": processes}, devices, data_parallel, mesh)
+        settings = with_memory_at_hand(ways[-1], model_or_plan)
         if measure and options.get("profile") is not None:  # the loss is for measuring, the profile may not know it
             settings = replace(settings, loss=None)
         kwargs = example_kwargs or {}
@@ -191,7 +191,7 @@ def tune(
         }
         if needing_all(profiled.traced.combinations) is not None:
             names = (DROP_IN_SCHEDULE,)
-        plans = ways.plans_of(profiled, settings.memory_at_hand)
+        plans = _plans_of_replicas(profiled, ways, data_parallel == AUTO, settings.memory_at_hand)
         longest = max(plans.values(), key=lambda one: one.devices)
         limits: MemoryLimits = [worker.memory for worker in planned_workers(longest.settings)]
         each = each or TRIED_STAGES_PER_DEVICE
@@ -319,66 +319,62 @@ LEAST_GAIN_OF_REPLICATION = 0.1
 FORWARDS_OF_REPLICA = 2**12  # maximum to simulate if several numbers of replicas are tried; takes a tenth of a second
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaOptions:
-    """The numbers and orders of replicas to try, and their common options."""
+def _replica_settings(
+    options: Mapping[str, Any], devices: Devices | None, data_parallel: Any, mesh: Any
+) -> list[Settings]:
+    """Returns settings for each number and order of replicas to try, from long pipelines to short ones."""
+    hardware = parse_hardware_option(options.get("hardware"))
+    if devices is None or isinstance(devices, int):
+        devices = planned_devices(None if devices is None else parse_count("devices", devices), hardware)
+    if data_parallel != AUTO:
+        counts = [parse_count("data_parallel", data_parallel, "'auto' or a whole number of replicas")]
+    elif hardware is None:
+        raise ArgumentError(
+            "data_parallel='auto' without hardware: the links between replicas are not known; give hardware, as in "
+            "hardware='h100'"
+        )
+    else:
+        workers = len(parse_devices(devices, anywhere=True))
+        counts = [count for count in range(1, workers + 1) if workers % count == 0]
+    asked, all_settings = None if mesh is None else parse_mesh(mesh), []
+    over_nodes = 0  # number of devices if they are in several nodes
+    if hardware is not None and isinstance(devices, Sequence) and len(devices) > hardware.devices_per_node:
+        over_nodes = len(devices)
+    for data in counts:
+        orders = MESHES if over_nodes and data not in (1, over_nodes) else MESHES[:1]
+        for order in orders if asked is None else (asked,):
+            own = {**options, "devices": devices, "data_parallel": data, "mesh": order}
+            all_settings.append(make_settings(own, anywhere=options.get("hardware") is not None))
+    return all_settings
 
-    options: Mapping[str, Any]
-    counts: tuple[int, ...]  # ascending: from long pipelines to short ones
-    mesh: tuple[str, str] | None  # None: both
-    is_auto: bool
-    over_nodes: int  # number of devices if they are in several nodes, else 0
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any], devices: Devices | None, data_parallel: Any, mesh: Any) -> ReplicaOptions:
-        hardware = parse_hardware_option(options.get("hardware"))
-        if devices is None or isinstance(devices, int):
-            count = None if devices is None else parse_count("devices", devices)
-            devices = planned_devices(count, hardware)
-        is_auto = isinstance(data_parallel, str) and data_parallel == "auto"
-        if not is_auto:
-            counts = [parse_count("data_parallel", data_parallel, "'auto' or a whole number of replicas")]
-        elif hardware is None:
-            raise ArgumentError(
-                "data_parallel='auto' without hardware: the links between replicas are not known; give hardware, as in "
-                "hardware='h100'"
-            )
+def _plans_of_replicas(
+    profiled: ProfiledModel,
+    ways: Sequence[Settings],
+    is_auto: bool,
+    memory_at_hand: Mapping[torch.device, int | None],
+) -> dict[tuple[int, tuple[str, str]], ModelPlans]:
+    """Returns the plans of a replica for each number of replicas and each mesh to try, or raises if none can be."""
+    plans, lacking = dict[tuple[int, tuple[str, str]], ModelPlans](), list[str]()
+    for way in ways:
+        data = way.data_parallel
+        if is_auto and (profiled.batch % data or not profiled.traced.holds_at(profiled.batch // data)):
+            continue
+        batch = batch_of_replica(profiled.traced, profiled.batch, data)
+        # Each candidate sets its chunks.
+        settings = replace(way, chunks=1, left=frozenset(), memory_at_hand=memory_at_hand)
+        source = ModelPlans(replace(profiled, batch=batch), settings, is_auto)
+        lack = source.lasting_shortage() if is_auto else ""
+        if lack:
+            lacking.append(lack)
         else:
-            workers = len(parse_devices(devices, anywhere=True))
-            counts = [count for count in range(1, workers + 1) if workers % count == 0]
-        orders, over_nodes = None if mesh is None else parse_mesh(mesh), 0
-        if hardware is not None and isinstance(devices, Sequence) and len(devices) > hardware.devices_per_node:
-            over_nodes = len(devices)
-        return cls({**options, "devices": devices}, tuple(counts), orders, is_auto, over_nodes)
-
-    def settings_for(self, data: int, mesh: tuple[str, str] = MESHES[0]) -> Settings:
-        options = {**self.options, "data_parallel": data, "mesh": mesh}
-        return make_settings(options, anywhere=options.get("hardware") is not None)
-
-    def plans_of(
-        self, profiled: ProfiledModel, memory_at_hand: Mapping[torch.device, int | None]
-    ) -> dict[tuple[int, tuple[str, str]], ModelPlans]:
-        """Returns the plans of a replica for each number of replicas and each mesh to try, or raises if none can be."""
-        plans, lacking = dict[tuple[int, tuple[str, str]], ModelPlans](), list[str]()
-        for data in self.counts:
-            if self.is_auto and (profiled.batch % data or not profiled.traced.holds_at(profiled.batch // data)):
-                continue
-            batch = batch_of_replica(profiled.traced, profiled.batch, data)
-            orders = MESHES if self.over_nodes and data not in (1, self.over_nodes) else MESHES[:1]
-            for mesh in orders if self.mesh is None else (self.mesh,):
-                settings = self.settings_for(data, mesh)  # each candidate sets its chunks
-                settings = replace(settings, chunks=1, left=frozenset(), memory_at_hand=memory_at_hand)
-                source = ModelPlans(replace(profiled, batch=batch), settings, self.is_auto)
-                lack = source.lasting_shortage() if self.is_auto else ""
-                if lack:
-                    lacking.append(lack)
-                else:
-                    plans[data, mesh] = source
-        if not plans and lacking:
-            raise MemoryLimitError(f"no number of replicas fits into memory: {lacking[0]}")
-        if not plans:
-            raise ArgumentError(
-                f"data_parallel='auto': a mini-batch of {profiled.batch} samples does not divide over any of "
-                f"{', '.join(map(str, self.counts))} replicas"
-            )
-        return plans
+            plans[data, way.mesh] = source
+    if not plans and lacking:
+        raise MemoryLimitError(f"no number of replicas fits into memory: {lacking[0]}")
+    if not plans:
+        counts = dict.fromkeys(str(way.data_parallel) for way in ways)
+        raise ArgumentError(
+            f"data_parallel='auto': a mini-batch of {profiled.batch} samples does not divide over any of "
+            f"{', '.join(counts)} replicas"
+        )
+    return plans

@@ -141,7 +141,7 @@ def comparable(plan: fxpipe.Plan) -> fxpipe.Plan:
     )  # fmt: skip
     sendings, packets = (
         tuple(replace(way, seconds=pytest.approx(way.seconds)) for way in ways)
-        for ways in (plan.sendings, plan.packets or ())
+        for ways in (plan.sendings, plan.packets)
     )
     return replace(plan, bottlenecks=(), stages=stages, sendings=sendings, packets=packets)
 

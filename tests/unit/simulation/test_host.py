@@ -132,7 +132,7 @@ def test_a_plan_whose_python_takes_longer_than_its_kernels_says_so() -> None:
     for text in (str(simulation), str(plan)):
         assert "bound by the host" in text
         assert "compile=True" in " ".join(text.split())
-    free = replace(plan, packets=tuple(replace(one, handling=0.0) for one in plan.packets or ()))
+    free = replace(plan, packets=tuple(replace(one, handling=0.0) for one in plan.packets))
     assert fxpipe.simulate(free, processes=True).step_seconds < simulation.step_seconds  # but for what messages cost
 
 

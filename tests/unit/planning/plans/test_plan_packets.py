@@ -141,10 +141,10 @@ def test_the_tuner_knows_what_a_message_costs():
 
 
 def test_a_plan_that_does_not_know_its_packets_is_refused_over_processes():
-    older = replace(planned(processes=False), packets=None)
-    assert fxpipe.simulate(older).step_seconds > 0
+    by_hand = replace(planned(processes=False), packets=())
+    assert fxpipe.simulate(by_hand).step_seconds > 0
     with pytest.raises(ArgumentError, match="does not know what its stages hand each other over processes"):
-        fxpipe.simulate(older, processes=True)
+        fxpipe.simulate(by_hand, processes=True)
 
 
 def test_what_is_in_several_nodes_is_over_processes():
