@@ -15,7 +15,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.inspect import plan_text, step_summary
 from fxpipe.inspect.gantt import draw_gantt
 from fxpipe.inspect.stage_graph import draw_stage_graph
-from fxpipe.inspect.svg import Scene, escape_markup, html_page, list_markup, svg_of
+from fxpipe.inspect.svg import Scene, escape_markup, list_markup, svg_of
 from fxpipe.inspect.table import Cell, Column, Table, bytes_column, device_table, number_column, text_column
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.figures import StageFigures, plan_figures
@@ -24,6 +24,9 @@ from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.text_table import number_ranges
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, three_digits
+
+# A page needs no other file and no network, and its content security policy forbids them.
+CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequence[step_summary.Outcome] = ()) -> None:
@@ -72,7 +75,19 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[step_summary.Out
     )
     source = f"estimates for {plan.estimated_for}" if plan.estimated_for else "measured"
     footer = f"Written by fxpipe {__version__}. Seconds of nodes are {source}; steps are simulated."
-    content = f"""<header>
+    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{heading}: pipeline</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header>
 <h1>{heading}</h1>
 <p class="lead">{escape_markup(f"{plan_text.plan_headline(plan)}, {plan_text.plan_choices(plan)}")}</p>
 <nav aria-label="sections">
@@ -82,10 +97,12 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[step_summary.Out
 <main>
 {body}
 </main>
-<footer>{escape_markup(footer)}</footer>"""
-    title = f"{title or count_text(len(plan.stages), 'stage')}: pipeline"
-    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    return html_page(title, style, content, script)
+<footer>{escape_markup(footer)}</footer>
+<script>
+{script}</script>
+</body>
+</html>
+"""
 
 
 def _figure(label: str, scene: Scene) -> str:

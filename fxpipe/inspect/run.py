@@ -96,7 +96,7 @@ def settings_for(request: cli_options.Request, devices: tuple[str, ...], **other
 def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledModel:
     arguments, settings = loaded.arguments, replace(settings, loss=loaded.loss)
     try:
-        return passes.trace_and_profile(loaded.model, arguments.args, arguments.kwargs, settings)
+        return passes.trace_and_profile(loaded.model, *arguments, settings)
     except FxpipeError:
         raise
     except Exception as error:
@@ -116,8 +116,7 @@ def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledMod
 
 def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: Settings) -> Plan:
     """Plans with other settings; measures again only if the workers differ."""
-    settings = replace(settings, loss=loaded.loss)
-    inputs = loaded.arguments.args, loaded.arguments.kwargs
+    inputs, settings = loaded.arguments, replace(settings, loss=loaded.loss)
     return entry.prepare_with_choices(passes.profile_again(profiled, *inputs, settings), *inputs, settings).plan
 
 

@@ -196,31 +196,6 @@ def list_markup(lines: Iterable[str]) -> str:
     return "<ul>\n" + "\n".join(f"<li>{escape_markup(line)}</li>" for line in lines) + "\n</ul>"
 
 
-# A page needs no other file and no network, and its content security policy forbids them.
-CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-
-
-def html_page(title: str, style: str, body: str, script: str) -> str:
-    """Formats a page. `title` is text, `style` CSS, `body` markup, `script` JavaScript."""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape_markup(title)}</title>
-<style>
-{style}</style>
-</head>
-<body>
-{body}
-<script>
-{script}</script>
-</body>
-</html>
-"""
-
-
 # Notebook views have no style sheet, which would change the notebook's page, and no script, which it might refuse. They
 # use the page's colours, and so are legible on light and dark.
 

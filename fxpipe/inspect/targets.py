@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import ArgumentError
 from fxpipe.utils.units import did_you_mean, with_article
@@ -242,8 +242,7 @@ class InputOption:
         return f"{self.value}" if self.name is None else f"{self.name}={self.value}"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelArguments:
+class ModelArguments(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 

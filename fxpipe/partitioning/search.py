@@ -19,31 +19,6 @@ NEAR_FRACTION = 1024  # values between two limits are listed if they differ by a
 StageStarts = list[int]  # for each stage, its possible starts, as bits
 
 
-class MemoryReach:
-    """The longest stages on one site that fit into its memory."""
-
-    def __init__(self, memory: Callable[[int, int], int], most: int, n: int) -> None:
-        self._memory, self._most, self._n = memory, most, n  # memory of a stage from start to end, grows with the end
-        self._known: dict[int, int] = {}
-
-    def last_end(self, start: int) -> int:
-        """Returns the last end of a stage that fits; `start` if there is none."""
-        if start in self._known:
-            return self._known[start]
-        low, high = start, self._n + 1
-        end, step = max(self._known.get(start - 1, self._n), start + 1), 1
-        while high - low > 1:
-            if not low < end < high:
-                end = (low + high) // 2
-            if self._memory(start, end) <= self._most:
-                low, end = end, end + step
-            else:
-                high, end = end, end - step
-            step *= 2
-        self._known[start] = low
-        return low
-
-
 class CutSearch:
     """Feasibility tests of cuts of a chain on its sites."""
 
@@ -67,11 +42,18 @@ class CutSearch:
 
     def _set_spare(self, spare: float) -> None:
         @functools.cache
-        def room(site: StageSite, recompute: bool) -> MemoryReach | None:
+        def room(site: StageSite, recompute: bool) -> Callable[[int], int] | None:
+            """Returns a function from a start to the last end of a stage that fits; to the start if there is none."""
             if self._bytes is None or site.memory is None or site.memory == math.inf:
                 return None
-            memory = functools.partial(self._bytes.memory, site, recompute)
-            return MemoryReach(memory, self._bytes.exact(site.memory, spare), self._n)
+            most, memory = self._bytes.exact(site.memory, spare), functools.partial(self._bytes.memory, site, recompute)
+
+            @functools.cache
+            def last_end(start: int) -> int:
+                ends = range(start + 1, self._n + 1)
+                return start + bisect_right(ends, most, key=functools.partial(memory, start))
+
+            return last_end
 
         self._ways = [  # by stage, to recompute or not, the preferred one first
             {way: (self._seconds.clock(j, way), room(site, way)) for way in recompute_choices(site)}
@@ -84,7 +66,7 @@ class CutSearch:
         for again, (clock, room) in self._ways[j].items():
             before = last
             if last < until:
-                last = max(last, until if room is None else min(until, room.last_end(start)))
+                last = max(last, until if room is None else min(until, room(start)))
             if last > before:
                 in_time = -1 if limit is None else clock.ends(start, limit)
                 ends[again] = in_time & bits_below(last + 1) & ~bits_below(before + 1)
@@ -167,7 +149,7 @@ class CutSearch:
             if self._until[-1][start] < self._n:
                 return False
             ways = self._ways[-1].values()
-            clock = next((clock for clock, room in ways if room is None or room.last_end(start) == self._n), None)
+            clock = next((clock for clock, room in ways if room is None or room(start) == self._n), None)
             return clock is not None and (limit is None or clock.seconds(start, self._n) <= limit)
 
         *others, last = self._windows(limit)

@@ -32,7 +32,7 @@ from fxpipe.partitioning.partial_recompute import StagePart, partial_recompute_c
 from fxpipe.planning.cost_model import chain_of, largest_lengths, remaining_kinds, stage_devices_of
 from fxpipe.planning.options.parse import place_stages
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.planning.plans.data import Bottleneck, StageWork
+from fxpipe.planning.plans.data import Bottleneck
 from fxpipe.planning.plans.retarget import MESSAGE_SECONDS, action_seconds, interpreter_has_lock, reckon_host
 from fxpipe.planning.replication import pipedream_starts
 from fxpipe.profiling import Profile
@@ -262,12 +262,9 @@ def _stage_costs(problem: CutProblem, starts: Sequence[int], loads: Sequence[Sta
         nodes = [by_kind[site.kind][name] for name in problem.nodes.names[start:end]]
         works = [node.work for node in nodes if node.work is not None]
         of_loss = loss.work if end == n and loss is not None else None
-        work = StageWork(
-            ((0, sum(len(one.forward) for one in works)),),
-            ((0, sum(len(one.backward) for one in works)),),
-            ((0, sum(len(one.to_inputs) for one in works)),),
-            () if of_loss is None else ((0, len(of_loss.forward) + len(of_loss.backward)),),
-        )
+        counts = [(len(one.forward), len(one.backward), len(one.to_inputs)) for one in works]
+        ahead, back, to_inputs = map(sum, zip(*counts, strict=True)) if counts else (0, 0, 0)
+        work = ahead, back, to_inputs, 0 if of_loss is None else len(of_loss.forward) + len(of_loss.backward)
         weight = min(math.fsum(node.weight.at(samples) for node in nodes), cost.backward)  # both are rounded sums
         host = reckon_host(device, len(nodes), work, cost.forward)
         yield replace(cost, weight=weight, action=action_seconds(device), host=host)

@@ -234,9 +234,8 @@ class Settings:
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages are not compiled
     progress: bool = True  # show progress bars if stderr is a terminal
     processes: bool = False  # each worker has its own process
-    left: frozenset[str] = (
-        frozenset()
-    )  # "schedule", "chunks", "stages_per_device": those that the tuner chooses after profiling
+    # "schedule", "chunks", "stages_per_device": those that the tuner chooses after profiling.
+    left: frozenset[str] = frozenset()
     data_parallel: int = 1
     mesh: tuple[str, str] = MESHES[0]  # order of the mesh dimensions if there are several replicas
     chooses_replicas: bool = False  # `balance="pipedream"` chooses the replicas of each stage

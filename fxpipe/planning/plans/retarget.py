@@ -17,7 +17,7 @@ from typing import TypeVar
 from fxpipe.cluster import MESHES, Cluster, Link
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Hardware, cluster_of, device_names
-from fxpipe.planning.plans.data import PlanData, PlannedTransfer, StagePlan, StageSeconds, StageWork
+from fxpipe.planning.plans.data import PlanData, PlannedTransfer, StagePlan, StageSeconds
 from fxpipe.scheduling.streams import is_stream
 from fxpipe.simulation.costs import HostCost
 from fxpipe.utils.polynomial import Polynomial, polynomial_sum
@@ -118,7 +118,7 @@ def interpreter_has_lock() -> bool:
     return is_enabled is None or bool(is_enabled())
 
 
-def reckon_host(device: str, calls: int, work: StageWork, forward_seconds: float) -> HostCost:
+def reckon_host(device: str, calls: int, operations: Sequence[int], forward_seconds: float) -> HostCost:
     """Estimates the host time of a stage with this number of calls; the loss belongs to the last stage.
 
     All workers of a process run in one interpreter. An accelerator computes what its worker has queued, so a step is
@@ -132,13 +132,12 @@ def reckon_host(device: str, calls: int, work: StageWork, forward_seconds: float
     queues it in C++. Hence F holds the lock, and backward does not.
 
     Args:
-        work: its operations; if unknown, each call counts as one operation in forward and two in backward.
+        operations: counts as in `StageWork`; if unknown, a call is one operation in forward and two in backward.
         forward_seconds: of F on the device; on a CPU it includes the Python time.
     """
-    ahead, back, to_inputs = (sum(times for _, times in one) for one in (work.forward, work.backward, work.to_inputs))
+    ahead, back, to_inputs, loss = operations
     if not ahead:
         ahead, back, to_inputs = calls, 2 * calls, calls
-    loss = sum(times for _, times in work.loss)
     forward = calls * CALL_SECONDS + (ahead + loss) * OPERATION_SECONDS
     if device.partition(":")[0] == "cpu":
         return HostCost(forward=min(forward, forward_seconds), action=ACTION_SECONDS)
@@ -202,7 +201,8 @@ def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Har
 
     work = stage.work
     forward, backward = total(work.forward), total(work.backward)
-    formulas = StageSeconds(*map(formula, (work.forward, work.backward, work.to_inputs, work.loss)))
+    parts = work.forward, work.backward, work.to_inputs, work.loss
+    formulas, counts = StageSeconds(*map(formula, parts)), [sum(times for _, times in part) for part in parts]
     return replace(
         stage,
         device=device,
@@ -213,7 +213,7 @@ def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Har
         memory_limit=hardware.usable_memory // plan.placement.count(plan.placement[stage.index]),
         formulas=replace(formulas, weight=formulas.backward + formulas.weight * -1),
         action_seconds=action_seconds(device),
-        host=reckon_host(device, len(stage.nodes), work, forward),
+        host=reckon_host(device, len(stage.nodes), counts, forward),
         update_seconds=hardware.update_seconds(stage.gradient_bytes, stage.state_bytes - stage.gradient_bytes),
     )
 
