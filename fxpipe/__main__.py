@@ -14,21 +14,17 @@ OTHER_PACKAGES = ("numpy", "transformers", "accelerate", "peft", "lightning", "t
 
 
 def environment_text() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
         "fxpipe": f"{__version__} in {os.path.dirname(os.path.abspath(__file__))}",
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": platform.platform(),
-        "CPU": _cpu_text(),
+        "CPU": f"{platform.machine()}, {cores} cores for this process",
         **_torch_facts(),
         **{name: version for name in OTHER_PACKAGES if (version := _version_of(name))},
     }
     width = max(map(len, facts))
     return "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())
-
-
-def _cpu_text() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{platform.machine()}, {cores} cores for this process"
 
 
 def _torch_facts() -> dict[str, str]:

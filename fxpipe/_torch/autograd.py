@@ -155,19 +155,19 @@ def graph_entry(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     return outputs
 
 
-class _ThreadBackward(threading.local):
-    is_of_stage = False  # this thread runs the backward of a stage
+class _StageBackward(threading.local):
+    """A block in which this thread runs the backward of a stage."""
 
+    is_open = False
 
-_thread_backward = _ThreadBackward()
-
-
-class StageBackward:
     def __enter__(self) -> None:
-        _thread_backward.is_of_stage = True
+        self.is_open = True
 
     def __exit__(self, *error: object) -> None:
-        _thread_backward.is_of_stage = False
+        self.is_open = False
+
+
+stage_backward = _StageBackward()
 
 
 def refuse_other_backwards(tensors: Iterable[Any]) -> None:
@@ -181,7 +181,7 @@ def refuse_other_backwards(tensors: Iterable[Any]) -> None:
 
 
 def _check_backward(gradient: torch.Tensor) -> None:
-    if not _thread_backward.is_of_stage:
+    if not stage_backward.is_open:
         raise StateError(KEPT_TENSOR)
 
 

@@ -42,16 +42,11 @@ def class_of_model(kind: type[nn.Module]) -> type[nn.Module] | None:
     return getattr(kind, "_fxpipe_class_of_model", None)
 
 
-def pipeline_class(base: type[nn.Module], kind: type[nn.Module]) -> type[Any]:
+def pipeline_class(base: type[nn.Module], kind: type[Any]) -> type[Any]:
     """Returns the class of pipes of models of class `kind`, a subclass of both; `base` is the class of pipes."""
-    with _lock:
-        result = _classes.get((base, kind))
-        if result is None:
-            result = _classes[base, kind] = _make_class(base, kind)
+    result: type[Any] | None = _classes.get((base, kind))
+    if result is not None:
         return result
-
-
-def _make_class(base: type[nn.Module], kind: type[Any]) -> type[Any]:
     names: dict[str, Any] = {
         name: _of_model(name)
         for parent in kind.__mro__
@@ -72,9 +67,11 @@ def _make_class(base: type[nn.Module], kind: type[Any]) -> type[Any]:
         names["generate"] = _without_cache(kind.generate)
     bases = (base,) if kind is nn.Module else (base, kind)
     try:
-        return types.new_class(kind.__name__, bases, {}, lambda namespace: namespace.update(names))
+        result = types.new_class(kind.__name__, bases, {}, lambda namespace: namespace.update(names))
     except Exception:  # a metaclass with requirements on its classes
-        return type.__new__(type(kind), kind.__name__, bases, names)
+        result = type.__new__(type(kind), kind.__name__, bases, names)
+    with _lock:
+        return _classes.setdefault((base, kind), result)
 
 
 def set_up(pipe: nn.Module, model: nn.Module) -> None:

@@ -69,7 +69,6 @@ class PipelineState(Programs):
         self.optimizer_states = OptimizerStateMover(model)
         self._devices_ahead: dict[str, torch.device] = {}  # by tensor, if planned without values
         self._stages_of_parameters: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: tensor, its updating stage
-        self._has_drop_in = False  # its memory was compared with the limit
         self._sized: tuple[Plan, PreparedGraph, Plan] | None = None  # plan, graph, plan with dynamic sizes
 
     def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -130,9 +129,9 @@ class PipelineState(Programs):
     def warn_of_drop_in_memory(self, micro_batches: int, batch: int, is_call: bool = True) -> None:
         """Warns once if all F before all B exceed the memory limit that the plan meets for another schedule."""
         plan = self.plan
-        if self._has_drop_in or plan is None or self.settings.schedule == DROP_IN_SCHEDULE:
+        if "drop-in" in self._warned or plan is None or self.settings.schedule == DROP_IN_SCHEDULE:
             return
-        self._has_drop_in = True
+        self._warned.add("drop-in")
         if all(stage.memory_limit is None for stage in plan.stages):
             return
         simulation = simulate(plan, schedule=DROP_IN_SCHEDULE, chunks=micro_batches, batch=batch)

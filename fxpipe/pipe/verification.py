@@ -513,25 +513,21 @@ def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator
 
 def compare(want: Values, have: Values, moved: Values) -> tuple[Difference, ...]:
     """Compares two steps by name. `moved`: the plain model's values if its inputs and weights are moved by rounding."""
-    names = dict.fromkeys((*want, *have))
-    return tuple(
-        _difference(name, want.get(name, _MISSING), have.get(name, _MISSING), moved.get(name)) for name in names
-    )
+    differences = []
+    for name in dict.fromkeys((*want, *have)):
+        value, allowed = want.get(name, _MISSING), 0.0
+        distance, place = _distance(value, have.get(name, _MISSING))
+        if isinstance(value, torch.Tensor) and not math.isinf(distance):
+            rounding = _distance(value, moved.get(name))[0]
+            finite = value.double().abs()[value.isfinite()] if value.layout == torch.strided else value.abs().values()
+            scale = float(finite.max()) if finite.numel() else 0.0
+            unit = torch.finfo(value.dtype).eps if value.is_floating_point() or value.is_complex() else 0.0
+            allowed = ROUNDINGS * ((rounding if math.isfinite(rounding) else 0.0) + unit * scale)
+        differences.append(Difference(*name, distance, allowed, place if distance else ""))
+    return tuple(differences)
 
 
 _MISSING = "nothing"
-
-
-def _difference(name: Name, want: Any, have: Any, moved: Any) -> Difference:
-    distance, place = _distance(want, have)
-    if not isinstance(want, torch.Tensor) or math.isinf(distance):
-        return Difference(*name, distance, 0.0, place)
-    rounding = _distance(want, moved)[0]
-    finite = want.double().abs()[want.isfinite()] if want.layout == torch.strided else want.abs().values()
-    scale = float(finite.max()) if finite.numel() else 0.0
-    unit = torch.finfo(want.dtype).eps if want.is_floating_point() or want.is_complex() else 0.0
-    allowed = ROUNDINGS * ((rounding if math.isfinite(rounding) else 0.0) + unit * scale)
-    return Difference(*name, distance, allowed, place if distance else "")
 
 
 def _distance(want: Any, have: Any) -> tuple[float, str]:

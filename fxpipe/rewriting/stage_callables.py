@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe._torch.compiler import compile_backward_at_once, mark_dynamic_dims
+from fxpipe._torch.tools import compile_backward_at_once, mark_dynamic_dims
 from fxpipe.rewriting.program import Stage, StageCallable
 from fxpipe.rewriting.split_backward import split_stage_backward
 from fxpipe.tracing.node_info import info
@@ -98,7 +98,7 @@ def _serialized(code: StageFunction, attributes: int, dynamic: Mapping[int, tupl
             if isinstance(args[place], torch.Tensor):
                 mark_dynamic_dims(args[place], dims)
         # Backward, too: otherwise it would be compiled when it first runs.
-        with DISPATCH_MODE_LOCK, step_block(), compile_backward_at_once():
+        with DISPATCH_MODE_LOCK, step_block, compile_backward_at_once():
             result = code(*args)
         seen.add(kind)
         return result

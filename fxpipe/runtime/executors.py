@@ -28,8 +28,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd import profiler
 
-from fxpipe._torch.profiler import ALL_THREADS_CONFIG, is_profiler_on, sees_this_thread_only
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
+from fxpipe._torch.tools import ALL_THREADS_CONFIG, is_profiler_on, sees_this_thread_only
 from fxpipe.errors import InternalError, StateError
 from fxpipe.rewriting.program import stage_context
 from fxpipe.runtime.caller_context import CallerContext

@@ -16,10 +16,10 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from fxpipe._torch.autograd import (
-    StageBackward,
     gradient_edge_of,
     gradients_of,
     graph_entry,
+    stage_backward,
     takes_gradient,
     version_of,
 )
@@ -109,7 +109,6 @@ def _merge_weights(
 
 # A tensor without memory that requires grad, so that the node exists.
 _entry_token = torch.empty(0, device="cpu", requires_grad=True)  # independent of the default device at import
-_stage_backward = StageBackward()
 
 LARGE_GRADIENT = 2**20  # bytes; smaller gradients are added after the backward, which is faster
 
@@ -339,7 +338,7 @@ class StageInstance:
         # Autograd adds these gradients to their sums immediately, and keeps none.
         handles = [self.views[name].register_hook(functools.partial(self._add_now, name)) for name in early]
         try:
-            with _stage_backward:
+            with stage_backward:
                 results = gradients_of(wanted, roots, arrived)
         finally:
             for handle in handles:

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe._torch.compiler import is_compiler_loaded
 from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
+from fxpipe._torch.tools import is_compiler_loaded
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError, InputDim, parse_dynamic_shapes
 from fxpipe.tracing.fake_tensors import active_fake_mode, is_faked, mute_fake_tensor_logs, with_fake_tensors

@@ -59,26 +59,22 @@ def is_planning() -> bool:
     Planning runs the model on your inputs, on parts of them and on other numbers of samples, so hooks and modules see
     more calls than the steps make.
     """
-    return threading.current_thread() in _planning_threads and not _steps.depth
+    return threading.current_thread() in _planning_threads and not step_block.depth
 
 
-class _Steps(threading.local):
-    """The steps that this thread runs, which may hold the planning lock: the first run of compiled code does."""
+class _StepBlock(threading.local):
+    """A block in which this thread runs a step, even if it takes the planning lock, as compiled code does at first."""
 
     depth = 0
 
+    def __enter__(self) -> None:
+        self.depth += 1
 
-_steps = _Steps()
+    def __exit__(self, *exception: object) -> None:
+        self.depth -= 1
 
 
-@contextmanager
-def step_block() -> Iterator[None]:
-    """A block that runs a step, even if it takes the planning lock."""
-    _steps.depth += 1
-    try:
-        yield
-    finally:
-        _steps.depth -= 1
+step_block = _StepBlock()
 
 
 def _begin_planning() -> None:
@@ -149,8 +145,7 @@ class ForkSafeLock:
         self._lock.release()
         _end_planning()
 
-    def __enter__(self) -> None:
-        self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *exception: object) -> None:
         self.release()

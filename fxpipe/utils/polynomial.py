@@ -219,10 +219,18 @@ def fit_counts(counted: tuple[tuple[int | SizePoint, int], ...], here: int | Siz
     line through two points. If no polynomial up to degree 2 in each size fits (other kernels for other sizes, memory
     allocated in pages), the count `here` is scaled with all sizes: exact there, a guess elsewhere.
     """
-    fitted = polynomial_through(counted)
-    return (
-        _growing_from(tuple((_point(at), count) for at, count in counted), _point(here)) if fitted is None else fitted
-    )
+    if (fitted := polynomial_through(counted)) is not None:
+        return fitted
+    # At the least degree that is no less than the counts at larger sizes.
+    start, points = _point(here), [(_point(at), count) for at, count in counted]
+    above = [(at, count) for at, count in points if all(at.values[k] >= v for k, v in start.values.items())]
+    guess = ZERO
+    for degree in range(1, MAX_FIT_DEGREE + 1):
+        once = Fraction(dict(points)[start], math.prod(size**degree for _, size in start.others) * start.b)
+        guess = Polynomial.of({(("b", 1), *((name, degree) for name, _ in start.others)): once})
+        if all(guess.value(at.values) >= count for at, count in above) or not start.others:
+            break
+    return guess
 
 
 def polynomial_through(counted: Sequence[tuple[int | SizePoint, int]]) -> Polynomial | None:
@@ -262,16 +270,3 @@ def polynomial_through(counted: Sequence[tuple[int | SizePoint, int]]) -> Polyno
 
 def _point(at: int | SizePoint) -> SizePoint:
     return SizePoint(at) if isinstance(at, int) else at
-
-
-def _growing_from(counted: Sequence[tuple[SizePoint, int]], here: SizePoint) -> Polynomial:
-    """Returns the count `here` scaled with all sizes, at the least degree that is no less than the counts above."""
-    count = dict(counted)[here]
-    above = [(at, number) for at, number in counted if all(at.values[k] >= v for k, v in here.values.items())]
-    guess = ZERO
-    for degree in range(1, MAX_FIT_DEGREE + 1):
-        once = math.prod(size**degree for _, size in here.others) * here.b
-        guess = Polynomial.of({(("b", 1), *((name, degree) for name, _ in here.others)): Fraction(count, once)})
-        if all(guess.value(at.values) >= number for at, number in above) or not here.others:
-            break
-    return guess

@@ -119,6 +119,7 @@ pytree.register_pytree_node(_LookedAtObject, _refuse_flatten, lambda _, seen: se
 
 
 LeafPaths = list[tuple[tuple[pytree.KeyEntry, ...], Any]]  # (path, leaf)
+KindOf = Callable[[Any], type[Any] | None]  # the node type of an object that is not a pytree of torch
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -186,19 +187,20 @@ def _kind_of_input(value: Any) -> type[Any] | None:
     return _Object if isinstance(value, Mapping) else None
 
 
-def flatten_with_paths(tree: Any) -> tuple[LeafPaths, pytree.TreeSpec]:
+def flatten_with_paths(tree: Any, kind_of: KindOf = _kind_of_input) -> tuple[LeafPaths, pytree.TreeSpec]:
     """Returns the leaves of inputs or targets with their paths, and the structure.
 
     Raises:
         ArgumentError: an object in the tree contains itself.
     """
     leaves: LeafPaths = []
-    return leaves, _flatten(tree, _kind_of_input, (), (), leaves)
+    return leaves, _flatten(tree, kind_of, (), (), leaves)
 
 
-def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+def flatten(tree: Any, kind_of: KindOf = _kind_of_input) -> tuple[list[Any], pytree.TreeSpec]:
     """Returns the leaves of inputs or targets, and the structure; see `flatten_with_paths`."""
-    return _leaves_and_spec(tree, _kind_of_input)
+    leaves, spec = flatten_with_paths(tree, kind_of)
+    return [leaf for _, leaf in leaves], spec
 
 
 def flatten_output(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
@@ -207,22 +209,12 @@ def flatten_output(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[
     Raises:
         ArgumentError: an object in the output contains itself.
     """
-    return _leaves_and_spec(tree, lambda value: _Object if contains_any(value, is_recorded) else None)
+    return flatten(tree, lambda value: _Object if contains_any(value, is_recorded) else None)
 
 
 def flatten_dataclasses(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
     """As `flatten_output`, for the arguments and results of one node: takes apart dataclasses, but no other objects."""
-
-    def kind_of(value: Any) -> type[Any] | None:
-        return _Object if _is_dataclass(value) and contains_any(value, is_recorded) else None
-
-    return _leaves_and_spec(tree, kind_of)
-
-
-def _leaves_and_spec(tree: Any, kind_of: Callable[[Any], type[Any] | None]) -> tuple[list[Any], pytree.TreeSpec]:
-    leaves: LeafPaths = []
-    spec = _flatten(tree, kind_of, (), (), leaves)
-    return [leaf for _, leaf in leaves], spec
+    return flatten(tree, lambda value: _Object if _is_dataclass(value) and contains_any(value, is_recorded) else None)
 
 
 def map_tensor_leaves(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -234,7 +226,7 @@ def map_tensor_leaves(function: Callable[[torch.Tensor], Any], tree: Any) -> Any
 
 def _flatten(
     value: Any,
-    kind_of: Callable[[Any], type[Any] | None],
+    kind_of: KindOf,
     path: tuple[pytree.KeyEntry, ...],
     around: tuple[int, ...],
     leaves: LeafPaths,

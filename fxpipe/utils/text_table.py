@@ -82,12 +82,10 @@ def text_table(
     return "\n\n".join([*parts, with_columns(shown)])
 
 
-def shorten_name(name: str, length: int = MAX_NAME_LENGTH) -> str:
-    """Shortens a name in the middle to `length` characters: it begins with a module path and ends with a number."""
-    if len(name) <= length:
-        return name
-    tail = (length - 3) // 2
-    return f"{name[: length - 3 - tail]}...{name[-tail:]}"
+def shorten_name(name: str) -> str:
+    """Shortens a name in the middle: it begins with a module path and ends with a number."""
+    tail = (MAX_NAME_LENGTH - 3) // 2
+    return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 3 - tail]}...{name[-tail:]}"
 
 
 def wrap_text(line: str) -> str:

@@ -1,6 +1,7 @@
-"""Settings of `torch.compile`: whether it is loaded, when it compiles a backward, and dynamic dimensions.
+"""The state of torch's tools: `torch.compile` and the profiler.
 
-Unchanged from torch 2.11 to 2.14. The time of compiling a backward and dynamic dimensions are optional.
+Optional, and unchanged from torch 2.11 to 2.14. Without the process-wide flag of the profiler actions have no ranges;
+without its other names fxpipe does not warn of a profiler that sees only one thread.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from fxpipe._torch.versions import optional_name
 
@@ -35,3 +37,22 @@ def mark_dynamic_dims(tensor: torch.Tensor, dims: Sequence[int]) -> None:
     mark = optional_name("torch._dynamo", "maybe_mark_dynamic")
     if mark is not None:
         mark(tensor, list(dims))
+
+
+# The profiler configuration for all threads, for messages (torch 2.13).
+ALL_THREADS_CONFIG = "torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
+
+_is_on_in_thread = optional_name("torch", "_C._autograd._profiler_enabled")
+_profiler_type = optional_name("torch", "_C._autograd._profiler_type")
+_kineto = optional_name("torch", "_C._profiler.ActiveProfilerType.KINETO")
+
+
+def is_profiler_on() -> bool:
+    return getattr(profiler, "_is_profiler_enabled", False)
+
+
+def sees_this_thread_only() -> bool:
+    """Returns True if a profiler that sees only this thread was started in it; False if unknown."""
+    if not is_profiler_on() or None in (_is_on_in_thread, _profiler_type, _kineto):
+        return False
+    return bool(_is_on_in_thread() and _profiler_type() == _kineto)  # not on in the thread if it profiles all threads
