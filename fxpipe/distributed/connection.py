@@ -25,38 +25,62 @@ COLLECTIVE_BYTES = 1024  # size of the first message of a collective; a longer o
 LONG_SECONDS = 7200.0  # timeout while a rank plans or records a graph
 
 
-class Connection:
-    """One generation of connections between all ranks of a pipe."""
+class PendingMessages:
+    """Messages on their way: the operation and the memory of each, by key."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float):
-        self.rank, self.size = rank, size
-        self._timeout = timedelta(seconds=timeout)
-        longest = timedelta(seconds=max(timeout, LONG_SECONDS))
-        self._group: Any = ProcessGroupGloo(store, rank, size, longest) if size > 1 else None
+    def __init__(self, *timeout: timedelta):
         self._sends: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
-        self._receives: dict[int, tuple[Any, torch.Tensor]] = {}
-        self.heard: dict[int, str] = {}  # by rank, the last message received
+        self._receives: dict[Hashable, tuple[Any, torch.Tensor]] = {}
+        self._limit = timeout  # of each operation
 
-    def close(self) -> None:
-        """Closes the connections: ranks that wait for this rank fail."""
-        self._sends.clear()
-        self._receives.clear()
-        self._group = None
+    def _wait(self, work: Any, what: str) -> None:
+        try:
+            with losing(what):
+                work.wait(*self._limit)
+        finally:
+            del work
 
-    def send(self, key: Hashable, peer: int, tag: int, memory: torch.Tensor) -> None:
-        """Begins to send bytes; `finish_sends(key)` waits until they are sent, and `memory` stays alive until then."""
-        with losing(f"rank {peer} to take a message"):
-            self._sends.setdefault(key, []).append((self._group.send([memory], peer, tag), memory))
+    def _arrived(self, key: Hashable, what: str) -> torch.Tensor:
+        """Returns the expected bytes."""
+        self._wait(self._receives[key][0], what)
+        return self._receives.pop(key)[1]
 
     def finish_sends(self, key: Hashable, what: str) -> None:
+        """Waits for the sends under this key, and frees their memory."""
         while self._sends.get(key):
             self._wait(self._sends[key][-1][0], what)
             self._sends[key].pop()
         self._sends.pop(key, None)
 
     def finish_all_sends(self) -> None:
-        for key in list(self._sends):
+        for key in [*self._sends]:
             self.finish_sends(key, "its messages to be taken")
+
+    def close(self) -> None:
+        self._sends.clear()
+        self._receives.clear()
+
+
+class Connection(PendingMessages):
+    """One generation of connections between all ranks of a pipe."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float):
+        self._timeout = timedelta(seconds=timeout)
+        super().__init__(self._timeout)
+        self.rank, self.size = rank, size
+        longest = timedelta(seconds=max(timeout, LONG_SECONDS))
+        self._group: Any = ProcessGroupGloo(store, rank, size, longest) if size > 1 else None
+        self.heard: dict[int, str] = {}  # by rank, the last message received
+
+    def close(self) -> None:
+        """Closes the connections: ranks that wait for this rank fail."""
+        super().close()
+        self._group = None
+
+    def send(self, key: Hashable, peer: int, tag: int, memory: torch.Tensor) -> None:
+        """Begins to send bytes; `finish_sends(key)` waits until they are sent, and `memory` stays alive until then."""
+        with losing(f"rank {peer} to take a message"):
+            self._sends.setdefault(key, []).append((self._group.send([memory], peer, tag), memory))
 
     def expect(self, peer: int, tag: int, size: int) -> None:
         """Begins to receive `size` bytes; `receive` waits for them."""
@@ -66,16 +90,9 @@ class Connection:
 
     def receive(self, peer: int, tag: int, what: str) -> torch.Tensor:
         """Returns the expected bytes. `what`: the message, as text for errors."""
-        self._wait(self._receives[tag][0], f"{what} of rank {peer}")
+        memory = self._arrived(tag, f"{what} of rank {peer}")
         self.heard[peer] = what
-        return self._receives.pop(tag)[1]
-
-    def _wait(self, work: Any, what: str) -> None:
-        try:
-            with losing(what):
-                work.wait(self._timeout)
-        finally:
-            del work
+        return memory
 
     def _collective(self, begin: Callable[[Any, timedelta], Any], what: str, is_long: bool) -> None:
         timeout = timedelta(seconds=LONG_SECONDS) if is_long else self._timeout

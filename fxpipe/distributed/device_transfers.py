@@ -32,7 +32,7 @@ from fxpipe._torch.process_groups import (
     communicator,
     has_communicators,
 )
-from fxpipe.distributed.connection import LONG_SECONDS, losing
+from fxpipe.distributed.connection import LONG_SECONDS, PendingMessages, losing
 from fxpipe.distributed.failures import ConnectionLost
 from fxpipe.utils import accelerator
 
@@ -83,15 +83,14 @@ class DeviceCommunicators:
             _NEVER_REUSED.extend(memory)
 
 
-class DeviceTransfers(DeviceCommunicators):
+class DeviceTransfers(DeviceCommunicators, PendingMessages):
     """The communicators between the ranks of a pipe. Their stream is idle, and owns the memory of received messages."""
 
     def __init__(self, backend: str, device: torch.device, store: Store, rank: int, timeout: float):
         super().__init__(backend, device, store, timeout)
+        PendingMessages.__init__(self)  # an operation makes the stream wait, not the host
         self._rank = rank
         self._communicators: dict[RankPair, Any] = {}
-        self._sends: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
-        self._receives: dict[Hashable, tuple[Any, torch.Tensor]] = {}
         self._last_arrival: torch.Event | None = None
 
     def connect(self, pairs: Iterable[RankPair]) -> None:
@@ -115,12 +114,6 @@ class DeviceTransfers(DeviceCommunicators):
         with losing(f"rank {peer} to take a message"):
             self._sends.setdefault(key, []).append((channel.send([memory], 1, 0), memory))
 
-    def finish_sends(self, key: Hashable, what: str) -> None:
-        """Makes the current stream wait for the sends under this key, and frees their memory."""
-        for work, memory in self._sends.pop(key, ()):
-            _wait(work, what)
-            del memory
-
     def expect(self, key: Hashable, peer: int, size: int) -> None:
         """Begins to receive `size` bytes."""
         channel = self._communicators[peer, self._rank]
@@ -130,8 +123,7 @@ class DeviceTransfers(DeviceCommunicators):
 
     def receive(self, key: Hashable, what: str) -> torch.Tensor:
         """Returns the expected bytes, for use on the current stream."""
-        work, memory = self._receives.pop(key)
-        _wait(work, what)
+        memory = self._arrived(key, what)
         stream = accelerator.current_stream(self.device)
         accelerator.keep_for_stream(memory, stream)
         self._last_arrival = accelerator.record_event(stream)
@@ -139,8 +131,7 @@ class DeviceTransfers(DeviceCommunicators):
 
     def settle(self) -> None:
         """Finishes all sends, and blocks the host until received messages are complete."""
-        for key in [*self._sends]:
-            self.finish_sends(key, "its messages to be taken")
+        self.finish_all_sends()
         event, self._last_arrival = self._last_arrival, None
         if event is not None:
             self._wait_on_host(event, "values and gradients on their way between devices", "transfer")
@@ -150,14 +141,8 @@ class DeviceTransfers(DeviceCommunicators):
         channels = self._communicators.values()
         self._abort(channels, (memory for _, memory in itertools.chain(*self._sends.values(), self._receives.values())))
         self._communicators.clear()
-        self._sends.clear()
-        self._receives.clear()
+        super().close()
         self._last_arrival = None
-
-
-def _wait(work: Any, what: str) -> None:
-    with losing(what):
-        work.wait()
 
 
 class DeviceSums(DeviceCommunicators):

@@ -165,10 +165,10 @@ class TensorExchange:
         for (source, target), keys in pairs.items():
             if source == self._rank:
                 values = [PacketValue(value_of(key)) for key in keys]
-                self._mailbox.send((self._number, "tensors", kind, source, target), tag, target, values)
+                self._mailbox.send((self._number, "tensors", kind, source, target, 0), tag, target, values)
         for (source, target), keys in pairs.items():
             if target == self._rank:
-                address = (self._number, "tensors", kind, source, target), tag, source
+                address = (self._number, "tensors", kind, source, target, 0), tag, source
                 self._mailbox.expect(*address)
                 received |= zip(keys, (one.value for one in self._mailbox.receive(*address, what)), strict=True)
         return received

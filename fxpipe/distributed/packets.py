@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -33,12 +33,13 @@ import torch
 from fxpipe.distributed.connection import Connection, content_of, pickled
 from fxpipe.distributed.device_transfers import DeviceTransfers
 from fxpipe.errors import InternalError
-from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.transport import MemoryForm, is_packable, pack
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
+from fxpipe.scheduling.streams import StreamSchedule
 
 CONTROL_BYTES = 24
 ALIGNMENT = 64  # bytes; of each tensor in a payload
+Key = tuple[Any, ...]
 
 
 class PacketValue(NamedTuple):
@@ -55,56 +56,41 @@ class TensorLayout:
     dtype: torch.dtype
     bytes: int
     form: MemoryForm
-    requires_grad: bool
     is_on_device: bool  # True if it is sent from device to device
 
 
-@dataclass(frozen=True, slots=True)
-class PickledLayout:
-    """Anything else: the layout holds the value itself."""
-
-    content: bytes
-    requires_grad: bool
+Layout = tuple[PacketValue, ...]  # with a `TensorLayout` or the pickled value, as bytes, in place of each value
+Payload = tuple[torch.Tensor, torch.Tensor | None]  # bytes of tensors: through the host, and from device to device
 
 
-Layout = tuple[TensorLayout | PickledLayout, ...]
-
-
-def payload_bytes(layout: Layout, on_device: bool = False) -> int:
-    """Returns the size in bytes of a payload: of the tensors sent from device to device, or of the others."""
-    end = 0
-    for one in layout:
-        if isinstance(one, TensorLayout) and one.is_on_device == on_device:
-            end = _next_start(end) + one.bytes
-    return end
+def payload_bytes(layout: Layout) -> tuple[int, int]:
+    """Returns the sizes in bytes of both parts of a payload."""
+    ends = [0, 0]
+    for one, _ in layout:
+        if isinstance(one, TensorLayout):
+            ends[one.is_on_device] = _next_start(ends[one.is_on_device]) + one.bytes
+    return ends[0], ends[1]
 
 
 def _next_start(end: int) -> int:
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """The memory of the tensors of a packet, as bytes."""
-
-    host: torch.Tensor
-    device: torch.Tensor | None = None  # tensors sent from device to device
-
-
 def encode(values: Sequence[PacketValue], device: torch.device | None = None) -> tuple[Layout, Payload]:
     """Returns the layout and the payload. Tensors on `device` stay there; the others move to CPU memory."""
-    layout: list[TensorLayout | PickledLayout] = []
-    memories: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    layout: list[PacketValue] = []
+    memories: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for value, requires_grad in values:
+        content: Any
         if isinstance(value, torch.Tensor) and is_packable(value):
             (memory, form), is_on_device = pack(value), value.device == device
-            layout.append(TensorLayout(memory.dtype, memory.nbytes, form, requires_grad, is_on_device))
+            content = TensorLayout(memory.dtype, memory.nbytes, form, is_on_device)
             memories[is_on_device].append(memory.view(torch.uint8))
         else:
-            value = value.detach() if isinstance(value, torch.Tensor) else value
-            layout.append(PickledLayout(pickled(value), requires_grad))
-    host = _joined(memories[False], torch.device("cpu"))
-    return tuple(layout), Payload(host, None if device is None else _joined(memories[True], device))
+            content = pickled(value.detach() if isinstance(value, torch.Tensor) else value)
+        layout.append(PacketValue(content, requires_grad))
+    host = _joined(memories[0], torch.device("cpu"))
+    return tuple(layout), (host, None if device is None else _joined(memories[1], device))
 
 
 def _joined(memories: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -122,41 +108,43 @@ def _joined(memories: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
 
 def decode(layout: Layout, payload: Payload, device: torch.device) -> list[PacketValue]:
     """Returns the values on a device; tensors of one packet share its memory."""
-    parts = {False: payload.host.to(device), True: payload.device}
-    ends = {False: 0, True: 0}
-    values = []
-    for one in layout:
-        if isinstance(one, PickledLayout):
-            value = pickle.loads(one.content)
-            value = value.to(device) if isinstance(value, torch.Tensor) else value
-        else:
+    parts, ends, values = (payload[0].to(device), payload[1]), [0, 0], []
+    for one, requires_grad in layout:
+        if isinstance(one, TensorLayout):
             part, start = parts[one.is_on_device], _next_start(ends[one.is_on_device])
             assert part is not None
             ends[one.is_on_device] = start + one.bytes
             value = one.form.unpack(part[start : start + one.bytes].view(one.dtype))
-        values.append(PacketValue(value, one.requires_grad))
+        else:
+            value = pickle.loads(one)
+            value = value.to(device) if isinstance(value, torch.Tensor) else value
+        values.append(PacketValue(value, requires_grad))
     return values
 
 
 class Mailbox:
-    """Sends packets to other ranks and receives their packets. A `key` identifies a packet on both ends."""
+    """Sends packets to other ranks and receives their packets.
+
+    A `key` identifies a packet on both ends. Its last part is a counter: a packet is expected to have the layout of the
+    last one whose key differs in the counter only.
+    """
 
     def __init__(
         self,
         connection: Connection,
         device: torch.device,
-        layouts: dict[Hashable, Layout],
+        layouts: dict[Key, Layout],
         transfers: DeviceTransfers | None = None,
     ):
-        """Creates the mailbox of a step. `layouts`: the last ones, by key."""
+        """Creates the mailbox of a step. `layouts`: the last ones, by key without its counter."""
         self._connection, self._device, self._known, self._transfers = connection, device, layouts, transfers
         self.note = 0  # note of the last packet received
 
-    def send(self, key: Hashable, tag: int, peer: int, values: Sequence[PacketValue], note: int = 0) -> None:
+    def send(self, key: Key, tag: int, peer: int, values: Sequence[PacketValue], note: int = 0) -> None:
         """Begins to send a packet. `note`: a number sent with it; see `PacketLink`."""
-        connection, known = self._connection, self._known.get(self._layout_key(key))
+        connection, known = self._connection, self._known.get(key[:-1])
         layout, payload = encode(values, None if self._transfers is None else self._device)
-        self._known[self._layout_key(key)] = layout
+        self._known[key[:-1]] = layout
         is_known = layout == known
         content = b"" if is_known else pickle.dumps(layout)
         control = torch.tensor([is_known, len(content), note], dtype=torch.int64).view(torch.uint8)
@@ -165,21 +153,23 @@ class Mailbox:
             self._send_expected(key, tag, peer, payload)
             return
         if known is not None:
-            nothing = torch.empty(payload_bytes(known), dtype=torch.uint8)
-            of_device = torch.empty(payload_bytes(known, True), dtype=torch.uint8, device=self._device)
-            self._send_expected(key, tag, peer, Payload(nothing, of_device))
+            size, on_device = payload_bytes(known)
+            placeholder = torch.empty(on_device, dtype=torch.uint8, device=self._device)
+            self._send_expected(key, tag, peer, (torch.empty(size, dtype=torch.uint8), placeholder))
         connection.send(key, peer, 4 * tag + 2, torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        whole = payload.host if payload.device is None else torch.cat([payload.host, payload.device.to("cpu")])
+        host, of_device = payload
+        whole = host if of_device is None else torch.cat([host, of_device.to("cpu")])
         if whole.numel():
             connection.send(key, peer, 4 * tag + 3, whole)
 
-    def _send_expected(self, key: Hashable, tag: int, peer: int, payload: Payload) -> None:
-        if payload.host.numel():
-            self._connection.send(key, peer, 4 * tag + 1, payload.host)
-        if self._transfers is not None and payload.device is not None and payload.device.numel():
-            self._transfers.send(key, peer, payload.device)
+    def _send_expected(self, key: Key, tag: int, peer: int, payload: Payload) -> None:
+        host, of_device = payload
+        if host.numel():
+            self._connection.send(key, peer, 4 * tag + 1, host)
+        if self._transfers is not None and of_device is not None and of_device.numel():
+            self._transfers.send(key, peer, of_device)
 
-    def finish_send(self, key: Hashable, what: str) -> None:
+    def finish_send(self, key: Key, what: str) -> None:
         """Waits until the peer has received a packet, and frees its memory."""
         self._connection.finish_sends(key, what)
         if self._transfers is not None:
@@ -191,42 +181,40 @@ class Mailbox:
         if self._transfers is not None:
             self._transfers.settle()
 
-    def expect(self, key: Hashable, tag: int, peer: int) -> None:
+    def expect(self, key: Key, tag: int, peer: int) -> None:
         self._connection.expect(peer, 4 * tag, CONTROL_BYTES)
-        known = self._known.get(self._layout_key(key)) or ()
-        if size := payload_bytes(known):
+        size, on_device = payload_bytes(self._known.get(key[:-1]) or ())
+        if size:
             self._connection.expect(peer, 4 * tag + 1, size)
-        if size := payload_bytes(known, True):
+        if on_device:
             assert self._transfers is not None
-            self._transfers.expect(key, peer, size)
+            self._transfers.expect(key, peer, on_device)
 
-    def receive(self, key: Hashable, tag: int, peer: int, what: str) -> list[PacketValue]:
+    def receive(self, key: Key, tag: int, peer: int, what: str) -> list[PacketValue]:
         """Waits for an expected packet and returns it."""
-        connection, known = self._connection, self._known.get(self._layout_key(key))
-        is_known, size, self.note = connection.receive(peer, 4 * tag, what).view(torch.int64).tolist()
+        connection, known = self._connection, self._known.get(key[:-1])
+        is_known, length, self.note = connection.receive(peer, 4 * tag, what).view(torch.int64).tolist()
         if is_known and known is None:
             raise InternalError(f"the layout of {what} was taken for known, and is not")
         layout: Layout = known or ()
         host, device = torch.empty(0, dtype=torch.uint8), None
-        if payload_bytes(layout):  # placeholder bytes if the layout is new
+        size, on_device = payload_bytes(layout)
+        if size:  # placeholder bytes if the layout is new
             host = connection.receive(peer, 4 * tag + 1, what)
-        if payload_bytes(layout, True):
+        if on_device:
             assert self._transfers is not None
             device = self._transfers.receive(key, what)
         if not is_known:
-            connection.expect(peer, 4 * tag + 2, size)
+            connection.expect(peer, 4 * tag + 2, length)
             layout = pickle.loads(content_of(connection.receive(peer, 4 * tag + 2, what)))
-            size, on_device = payload_bytes(layout), payload_bytes(layout, True)
+            size, on_device = payload_bytes(layout)
             host = torch.empty(0, dtype=torch.uint8)
             if size + on_device:
                 connection.expect(peer, 4 * tag + 3, size + on_device)
                 host = connection.receive(peer, 4 * tag + 3, what)
             host, device = host[:size], host[size:].to(self._device, copy=True)
-        self._known[self._layout_key(key)] = layout
-        return decode(layout, Payload(host, device), self._device)
-
-    def _layout_key(self, key: Any) -> Any:
-        return key
+        self._known[key[:-1]] = layout
+        return decode(layout, (host, device), self._device)
 
 
 TAGGED_PACKETS = 1 << 20  # tags repeat after this number, far more than packets in flight
@@ -279,11 +267,14 @@ order_of_step = lru_cache(maxsize=32)(PacketOrder.of)
 
 
 class PacketLink:
-    """The packets of one rank in a step."""
+    """The packets of one rank in a step or in a stream."""
 
-    def __init__(self, mailbox: Mailbox, routes: RelayRoutes, name: tuple[Any, ...] = ()):
-        """`name`: equal for steps whose packets usually have equal layouts: graph and input sizes."""
-        self.mailbox, self.placement, self._name = mailbox, routes.placement, name
+    def __init__(self, mailbox: Mailbox, placement: Sequence[int], name: Key = (), order: StreamSchedule | None = None):
+        """`name`: equal for steps whose packets usually have equal layouts: graph and input sizes. `order`: a stream's.
+
+        In a stream, mini-batches with equal micro-batches usually have equal layouts.
+        """
+        self.mailbox, self.placement, self._name, self._order = mailbox, placement, name, order
         self._coming: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, packets not expected yet
         self._needed: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, packets not received yet
         self._expected: set[Action] = set()
@@ -314,7 +305,9 @@ class PacketLink:
         return neighbour(action, -1, self.placement)
 
     def receive(self, maker: Action) -> list[PacketValue]:
-        source, what = self.placement[maker.stage], self._words(maker)
+        (t, k), source = self._place(maker.micro_batch), self.placement[maker.stage]
+        of_mini_batch = "" if t is None else f" of mini-batch {t}"
+        what = f"the result of {maker} (stage {maker.stage}, micro-batch {k}{of_mini_batch})"
         values = self.mailbox.receive(*self._address(maker), source, what)
         self._needed[source].popleft()
         self._expected.remove(maker)
@@ -326,12 +319,9 @@ class PacketLink:
                 self._freed[cut] += 1
         else:
             self._taken[cut] += 1
-            self._free_values(Action(ActionKind.FORWARD, cut, maker.micro_batch), what)
+            values_of = Action(ActionKind.FORWARD, cut, maker.micro_batch)
+            self.mailbox.finish_send(self._address(values_of)[0], what)
         return values
-
-    def _free_values(self, maker: Action, what: str) -> None:
-        """Frees the packet of values whose gradients have arrived."""
-        self.mailbox.finish_send(self._address(maker)[0], what)
 
     def is_sent(self, action: Action) -> bool:
         return neighbour(action, 1, self.placement) is not None
@@ -343,12 +333,11 @@ class PacketLink:
             *self._address(maker), self.placement[reader.stage], tuple(values), self._taken[cut_of(maker)]
         )
 
-    def _address(self, maker: Action) -> tuple[tuple[Any, ...], int]:
-        number = maker.micro_batch * len(self.placement) + cut_of(maker)
-        return self._key(maker), tag_of(number, _TAGS[maker.kind])
+    def _address(self, maker: Action) -> tuple[Key, int]:
+        (kind, _, i), cut = maker, cut_of(maker)
+        key = (*self._name, kind, cut, self._place(i)[1], i)
+        return key, tag_of(i * len(self.placement) + cut, _TAGS[kind])
 
-    def _key(self, maker: Action) -> tuple[Any, ...]:
-        return (*self._name, maker.kind, cut_of(maker), maker.micro_batch)
-
-    def _words(self, maker: Action) -> str:
-        return f"the result of {maker} (stage {maker.stage}, micro-batch {maker.micro_batch})"
+    def _place(self, i: int) -> tuple[int | None, int]:
+        """Returns the mini-batch of a micro-batch in a stream, and its number there."""
+        return (None, i) if self._order is None else self._order.place(i)

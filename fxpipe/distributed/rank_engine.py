@@ -135,7 +135,7 @@ class RankEngine(Engine):
     ) -> RankStep:
         """Runs the row. `reduction`: gets gradients as soon as they are complete, if one program runs."""
         rank, program = self.group.rank, inputs.union
-        link = PacketLink(mailbox, program.routes, (program.number, inputs.sizes, schedule.micro_batches))
+        link = PacketLink(mailbox, program.routes.placement, (program.number, inputs.sizes, schedule.micro_batches))
         step: RankStep = self._step(
             inputs,
             schedule,

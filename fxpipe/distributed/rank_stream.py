@@ -25,7 +25,7 @@ import torch
 
 from fxpipe.distributed.device_transfers import WAITED_FOR
 from fxpipe.distributed.held_tensors import RankProgram, share_buffers
-from fxpipe.distributed.packets import JOB_TAG, Mailbox, PacketLink, PacketOrder, PacketValue, cut_of, tag_of
+from fxpipe.distributed.packets import JOB_TAG, Mailbox, PacketLink, PacketOrder, PacketValue, tag_of
 from fxpipe.distributed.rank_engine import RankEngine, RankGradients, RankInputs, pairs_of_ranks, parameters_of_loss
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_state import STREAM, RankState
@@ -89,50 +89,6 @@ class RankStreamStep(StreamStep):
             share_buffers(self._group, tensors, bound.program.stages[j].changes)
 
 
-class StreamMailbox(Mailbox):
-    """A mailbox whose keys end in a counter. A packet is expected to have the layout of the previous number."""
-
-    def _layout_key(self, key: Any) -> Any:
-        return key[:-1]
-
-
-class StreamLink(PacketLink):
-    """The packets between one stage and its neighbours: values, gradients and jobs."""
-
-    def __init__(self, group: RankGroup, routes: RelayRoutes, stage: int, order: StreamSchedule):
-        if group.transfers is not None:
-            group.transfers.connect(pairs_of_ranks(routes))
-        super().__init__(StreamMailbox(group.connection, group.device, {}, group.transfers), routes)
-        self._routes, self._stage, self._order = routes, stage, order
-        self.is_first, self.is_last = stage == 0, stage == order.stages - 1
-
-    def _key(self, maker: Action) -> tuple[Any, ...]:
-        _, k = self._order.place(maker.micro_batch)
-        return maker.kind, cut_of(maker), k, maker.micro_batch
-
-    def _words(self, maker: Action) -> str:
-        t, k = self._order.place(maker.micro_batch)
-        return f"the result of {maker} (stage {maker.stage}, micro-batch {k} of mini-batch {t})"
-
-    def _free_values(self, maker: Action, what: str) -> None:
-        super()._free_values(maker, what)
-        t, k = self._order.place(maker.micro_batch)
-        if k == 0:
-            self.mailbox.finish_send(("job", self._stage, t), what)
-
-    def pass_job(self, job: Any, t: int) -> Any:
-        """Forwards the leader's job for mini-batch t, or the end of the segment; returns it on all ranks."""
-        tag = tag_of(t, JOB_TAG)
-        if not self.is_first:
-            address = ("job", self._stage - 1, t), tag, self._routes.rank(self._stage - 1)
-            self.mailbox.expect(*address)
-            ((job, _),) = self.mailbox.receive(*address, f"mini-batch {t} of the stream")
-        if not self.is_last:
-            address = ("job", self._stage, t), tag, self._routes.rank(self._stage + 1)
-            self.mailbox.send(*address, [PacketValue(job)])
-        return job
-
-
 def _rank_step(one: StreamStep) -> RankStreamStep:
     assert isinstance(one, RankStreamStep)
     return one
@@ -146,8 +102,13 @@ class RankStream(Stream):
     def __init__(
         self, engine: RankEngine, context: CallerContext, order: StreamSchedule, *more: Any, routes: RelayRoutes
     ):
-        (self._stage,) = [j for j in range(order.stages) if routes.is_here(j, engine.group.rank)]
-        self.packets = StreamLink(engine.group, routes, self._stage, order)
+        group, placement = engine.group, routes.placement
+        (self._stage,) = [j for j in range(order.stages) if routes.is_here(j, group.rank)]
+        self._is_last = self._stage == order.stages - 1
+        if group.transfers is not None:
+            group.transfers.connect(pairs_of_ranks(routes))
+        self.mailbox = Mailbox(group.connection, group.device, {}, group.transfers)
+        self.packets = PacketLink(self.mailbox, placement, order=order)
         self._waiting: tuple[Action, ...] = ()  # queued actions that have not run
         self._replicas = engine.replicas
         # For the current segment; `_summed` has the parameters in the reduction, the same on all replicas.
@@ -166,6 +127,9 @@ class RankStream(Stream):
             values = self.packets.receive(maker)
             one, own = self._at(maker)
             step = _rank_step(one)
+            if own.kind is ActionKind.BACKWARD and own.micro_batch == 0:  # the next stage has taken the job before
+                t, _ = self._order.place(maker.micro_batch)
+                self.mailbox.finish_send(("job", self._stage, t), f"mini-batch {t} of the stream to be taken")
             if self._is_end(one, own):
                 size = len(LossReport._fields)
                 values, report = values[:-size], values[-size:]
@@ -176,12 +140,23 @@ class RankStream(Stream):
     def pass_on(self, action: Action) -> None:
         one, own = self._at(action)
         step, is_end = _rank_step(one), self._is_end(one, own)
-        if is_end and self.packets.is_last:
+        if is_end and self._is_last:
             step.report = self._loss_report(one)
         if self.packets.is_sent(action):
             report = map(PacketValue, step.report) if is_end and step.report is not None else ()
             self.packets.send(action, [*step.exchange.take_packet(own), *report])
         super().pass_on(action)
+
+    def pass_job(self, job: Any, t: int) -> Any:
+        """Forwards the leader's job for mini-batch t, or the end of the segment; returns it on all ranks."""
+        j, tag, placement = self._stage, tag_of(t, JOB_TAG), self.packets.placement
+        if j:
+            address = ("job", j - 1, t), tag, placement[j - 1]
+            self.mailbox.expect(*address)
+            ((job, _),) = self.mailbox.receive(*address, f"mini-batch {t} of the stream")
+        if not self._is_last:
+            self.mailbox.send(("job", j, t), tag, placement[j + 1], [PacketValue(job)])
+        return job
 
     @staticmethod
     def _is_end(one: StreamStep, own: Action) -> bool:
@@ -195,7 +170,7 @@ class RankStream(Stream):
         gradients = RankGradients(engine, inputs)
         self._summed, self._digest = gradients.parameters, digest(gradients.parameters)
         self._changes_buffers = bool(engine.changed_here(inputs))
-        part = engine.begin(inputs, gradients, self.loss.reduction, self.packets.is_last, in_stream=True)
+        part = engine.begin(inputs, gradients, self.loss.reduction, self._is_last, in_stream=True)
         self._first_changes_buffers = part.changes_buffers
         return part
 
@@ -208,13 +183,13 @@ class RankStream(Stream):
         return self._replicas.begin(start, program.combinations, in_stream=True)
 
     def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
-        if self.packets.is_last:
+        if self._is_last:
             return super()._history_of(given_inputs)
         return LossHistory(is_cheap=True, passes=1)  # looks at elements, and does not verify
 
     def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> StreamStep:
         assert isinstance(given_inputs, RankInputs)
-        part, engine, is_last = self.part, self.engine, self.packets.is_last
+        part, engine, is_last = self.part, self.engine, self._is_last
         return RankStreamStep(
             engine.own_inputs(given_inputs),
             engine.model,
@@ -242,7 +217,7 @@ class RankStream(Stream):
         super().drain()
         due, self._waiting = self._waiting, ()
         self._run_row(due)
-        self.packets.mailbox.settle()
+        self.mailbox.settle()
 
     def _loss_report(self, one: StreamStep) -> LossReport:
         """Makes the report of a mini-batch. Raises `LossError` if its micro-batches do not add up to its loss."""
@@ -303,7 +278,7 @@ class RankStream(Stream):
         if report is None:
             raise InternalError("a mini-batch has ended without a report of its loss")
         step.exchange.check_empty()
-        if not self.packets.is_last and not report.is_verified:
+        if not self._is_last and not report.is_verified:
             wrong = step.loss_weighting.difference(report.shares.__getitem__, means_only=True)
             if wrong is not None:
                 raise wrong_loss(wrong)
@@ -410,7 +385,7 @@ class RankStreamLoop(StreamLoop):
                 self._end_reading(error)
             part = stream.next_part(program, None if job is None else job.inputs)
             settled = None if job is None or part is None else (job, part)
-        settled = stream.packets.pass_job(settled, self._read)
+        settled = stream.pass_job(settled, self._read)
         if settled is None:
             stream.drain()
             self._program = None

@@ -183,7 +183,11 @@ def test_a_stream_over_two_ranks_on_devices_is_that_of_one_process(two_devices):
 FAULTS = {
     "nothing": ((), ""),
     "what arrives is waited for on another stream": (
-        ("receive", "_wait(work, what)", "with accelerator.current_streams(self._stream): _wait(work, what)"),
+        (
+            "receive",
+            "memory = self._arrived(key, what)",
+            "with accelerator.current_streams(self._stream): memory = self._arrived(key, what)",
+        ),
         "read too early",
     ),
     "no stream is recorded for what arrives": (
@@ -194,7 +198,10 @@ FAULTS = {
         ("send", "self._sends.setdefault", "with accelerator.current_streams(self._stream): self._sends.setdefault"),
         "read too early",
     ),
-    "what is sent is given back at once": (("finish_sends", "_wait(work, what)", "pass"), "given back too early"),
+    "what is sent is given back at once": (
+        ("finish_sends", "self._wait(self._sends[key][-1][0], what)", "pass"),
+        "given back too early",
+    ),
     "one communicator for both directions": (
         (
             "connect",

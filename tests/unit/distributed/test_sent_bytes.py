@@ -20,8 +20,8 @@ def counted(mesh):
         plain = Connection.send
 
         def send(self, key, peer, tag, memory):
-            if isinstance(key[-3], ActionKind):
-                messages.append((key[-3], key[-2], memory.numel()))
+            if isinstance(key[-4], ActionKind):
+                messages.append((key[-4], key[-3], memory.numel()))
             plain(self, key, peer, tag, memory)
 
         Connection.send = send
