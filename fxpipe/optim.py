@@ -22,7 +22,6 @@ from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.planning.options.parse import parse_switch
 from fxpipe.runtime.losses import are_bitwise_equal
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
-from fxpipe.tracing.source_lines import warn_user
 from fxpipe.utils import accelerator
 from fxpipe.utils.python_objects import equal_values
 from fxpipe.utils.units import with_article
@@ -78,9 +77,8 @@ class StageOptimizer(StagewiseOptimizer):
 
     optimizer_class: type[torch.optim.Optimizer]
     _written: list[_WrittenOptions]  # by each part of a step
-    _itself: weakref.ref[StageOptimizer]  # shared with the parts that step
     _rival: str | None = None  # the class of another optimizer that steps the same parameters
-    _is_updated = _has_stepped = _has_warned = _is_of_stream = False
+    _is_updated = _has_stepped = _is_of_stream = False
     _tried: frozenset[Any] = frozenset()  # sizes of stages and types of options for which a trial has passed
 
     def __new__(cls, pipe: Any, optimizer_class: Any, **kwargs: Any) -> StageOptimizer:
@@ -173,11 +171,11 @@ class StageOptimizer(StagewiseOptimizer):
 
     def _begin(self) -> None:
         self._written = []
-        if self._rival is not None and not self._has_warned:
-            self._has_warned = True
-            warn_user(
+        if self._rival is not None:
+            self.pipe._fxpipe.warn_once(
+                "rival",
                 f"{self._rival} and this StageOptimizer of {self.optimizer_class.__name__} step the same parameters in "
-                "turn: each update is made twice, unless that is meant; keep one of them"
+                "turn: each update is made twice, unless that is meant; keep one of them",
             )
 
     def step_parameters(
@@ -244,13 +242,13 @@ def _stage_class(optimizer_class: Any) -> type[StageOptimizer]:
 def _blank_optimizer(optimizer_class: Any) -> StageOptimizer:
     """Creates an uninitialized optimizer, which notices when another optimizer steps parameters that it has stepped."""
     optimizer = object.__new__(_stage_class(optimizer_class))
-    optimizer._itself = known = weakref.ref(optimizer)
+    known = weakref.ref(optimizer)
 
     def before_step(other: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         ours = known()
         if ours is None or ours is other or ours._rival is not None or not ours._has_stepped:
             return
-        if other.__dict__.get("_itself") is not known:  # equal for a part of ours, whose class calls super().step
+        if other.__dict__.get("_arguments") is not ours._arguments:  # else a part of ours, which calls super().step
             own = {id(parameter) for parameter in ours.parameters()}
             if any(id(parameter) in own for group in other.param_groups for parameter in group["params"]):
                 ours._rival = type(other).__name__

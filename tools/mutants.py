@@ -1867,20 +1867,20 @@ DISTRIBUTED = (
     ),
     Mutant(
         "distributed/failures.py",
-        "own.check(here):",
-        "own.check(here[:1]):",
+        'own.ask("check", here):',
+        'own.ask("check", here[:1]):',
         "unit/distributed/test_bounded_store.py",
     ),
     Mutant(
         "distributed/failures.py",
-        "thread.join(self.seconds)",
-        "thread.join()",
+        "answer.result(self.seconds)",
+        "answer.result()",
         "unit/distributed/test_bounded_store.py",
     ),
     Mutant(
         "distributed/failures.py",
-        "if errors:",
-        "if errors and answers:",
+        "answer.set_exception(error)",
+        "answer.set_result(None)",
         "unit/distributed/test_bounded_store.py",
     ),
     Mutant(
@@ -1902,7 +1902,7 @@ DISTRIBUTED = (
         "behaviour/test_over_ranks_streams.py::test_who_has_the_inputs_ends_the_stream_for_all",
     ),
     Mutant(
-        "distributed/rank_stream.py",
+        "pipe/train_stream.py",
         "        return mix_seed(self._seed, self._read)\n",
         "        return self._seed\n",
         "behaviour/test_over_ranks_streams.py::test_a_stream_over_four_ranks_is_that_of_one_process",

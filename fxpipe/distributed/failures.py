@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,33 +40,22 @@ class BoundedStore:
     def __init__(self, store: Store, seconds: float):
         self.store, self.seconds = store, seconds
 
-    def set(self, key: str, value: str) -> None:
-        self._ask("set", key, value)
+    def ask(self, request: str, *arguments: Any) -> Any:
+        """Returns the answer to a request, a method of the store."""
+        answer = Future[Any]()
 
-    def get(self, key: str) -> bytes:
-        return bytes(self._ask("get", key))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._ask("check", keys))
-
-    def _ask(self, request: str, *arguments: Any) -> Any:
-        answers: list[Any] = []
-        errors: list[BaseException] = []
-
-        def ask() -> None:
+        def run() -> None:
             try:
-                answers.append(getattr(self.store, request)(*arguments))
+                answer.set_result(getattr(self.store, request)(*arguments))
             except BaseException as error:
-                errors.append(error)
+                answer.set_exception(error)
 
-        thread = threading.Thread(target=ask, name="fxpipe store", daemon=True)
-        thread.start()
-        thread.join(self.seconds)
-        if errors:
-            raise errors[0]
-        if not answers:
-            raise StoreSilentError(f"the store of the process group has not answered for {self.seconds:g} s")
-        return answers[0]
+        threading.Thread(target=run, name="fxpipe store", daemon=True).start()
+        try:
+            return answer.result(self.seconds)
+        except TimeoutError:
+            text = f"the store of the process group has not answered for {self.seconds:g} s"
+            raise StoreSilentError(text) from None
 
 
 class ConnectionLost(Exception):
@@ -102,7 +92,7 @@ class FailureBoard:
 
     def leave(self, report: FailureReport) -> None:
         with contextlib.suppress(RuntimeError):  # the store itself may have ended
-            self._store.set(f"report/{self._number}", pickle.dumps(report).hex())
+            self._store.ask("set", f"report/{self._number}", pickle.dumps(report).hex())
 
     def _name(self, *numbers: int) -> str:
         return rank_names(numbers, self._size, self._replicas)
@@ -115,8 +105,8 @@ class FailureBoard:
         try:
             while True:
                 for number in sorted(everybody - reports.keys()):
-                    if self._store.check([key := f"report/{number}"]):
-                        reports[number] = pickle.loads(bytes.fromhex(self._store.get(key).decode()))
+                    if self._store.ask("check", [key := f"report/{number}"]):
+                        reports[number] = pickle.loads(bytes.fromhex(self._store.ask("get", key).decode()))
                 if raised := [number for number in sorted(reports) if reports[number].error]:
                     text = reports[raised[0]].error
                     return DistributedError(f"{self._name(raised[0])} has failed, and the step with it: {text}")
@@ -193,21 +183,23 @@ def meet_ranks(store: Store, rank: int, size: int, timeout: float, kind: str = "
     tokens, here = ([f"{what}/{other}" for other in range(size)] for what in ("token", "here"))
     own: BoundedStore | None = None
     try:
-        bounded.set(tokens[rank], token)
+        bounded.ask("set", tokens[rank], token)
         while time.monotonic() <= deadline:
             if rank == 0:
-                left = [bounded.get(key).decode() for key in tokens if bounded.check([key])]
-                bounded.set("name", json.dumps({"name": token, "tokens": left}))
-            elif name is None and bounded.check(["name"]):
-                answer = json.loads(bounded.get("name"))
+                left = [bounded.ask("get", key).decode() for key in tokens if bounded.ask("check", [key])]
+                bounded.ask("set", "name", json.dumps({"name": token, "tokens": left}))
+            elif name is None and bounded.ask("check", ["name"]):
+                answer = json.loads(bounded.ask("get", "name"))
                 name = str(answer["name"]) if token in answer["tokens"] else None
             if name is not None and own is None:
                 own = BoundedStore(PrefixStore(name, store), timeout)
-                own.set(here[rank], "1")
-            if own is not None and own.check(here):
+                own.ask("set", here[rank], "1")
+            if own is not None and own.ask("check", here):
                 return own.store
             time.sleep(POLL_SECONDS)
-        missing = ["0"] if own is None else [str(other) for other, key in enumerate(here) if not own.check([key])]
+        missing = (
+            ["0"] if own is None else [str(other) for other, key in enumerate(here) if not own.ask("check", [key])]
+        )
     except StoreSilentError as error:
         raise DistributedError(
             f"{error}, on {kind} {rank} of {size}: the process that holds it, rank 0 as a rule, hangs, or its host "

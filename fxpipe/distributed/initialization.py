@@ -263,7 +263,7 @@ def initialize(pipe: Pipeline, init_fn: InitFunction | None = None) -> None:
         numbers, python_states = state.group.broadcast(generators, "the state of its random generators")
         torch.set_rng_state(numbers)
         set_python_rng_state(python_states)
-        modules = list(_children_first(state.model))
+        modules = _children_first(state.model)
         if init_fn is None:  # the plain model constructs each module once
             modules = list(dict.fromkeys(modules))
         with _initializing(state.own_tensors().values()) as initialization:
@@ -322,11 +322,10 @@ def _holder_of(model: nn.Module, name: str) -> nn.Module:
     return modules[path]
 
 
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields modules in the order of `module.apply`: children first."""
-    for child in module.children():
-        yield from _children_first(child)
-    yield module
+def _children_first(model: nn.Module) -> list[nn.Module]:
+    modules: list[nn.Module] = []
+    nn.Module.apply(model, modules.append)
+    return modules
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from fxpipe.distributed.replicas import (
     check_scales,
     digest,
     loss_of_replica,
-    loss_of_union,
+    parameters_of_loss,
 )
 from fxpipe.errors import LossError
 from fxpipe.rewriting.program import Program
@@ -49,7 +49,6 @@ from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_checks import LossVerdict
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import LossCall, MicroBatchLosses
-from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
@@ -249,8 +248,7 @@ class RankEngine(Engine):
         verdict.check(kind, m, self.group.replica)
         check_scales(reports)
         of_last = [one for row in reports if (one := row[last].loss) is not None]
-        loss, divisor = loss_of_union(of_last, part, call.reduction)
-        self.replicas.note_unit(of_last)
+        loss, divisor = self.replicas.loss_of_union(of_last, part, call.reduction)
 
         exchange.sum_gradients(step)
         more = self._from_last(inputs, [] if step.loss is None else step.loss.other_results())
@@ -417,11 +415,7 @@ class RankGradients:
             gradient = step.totals[j].sums.pop(name, None)
             if gradient is not None and name in self.trained:
                 sums[name] = sums[name] + gradient if name in sums else gradient
-        own = parameters_of_loss(step)
-        sums = self._replicas.sum_apart(sums | {k: gradient for k, (_, gradient, _) in enumerate(own)})
-        for k, (leaf, _, count) in enumerate(own):
-            step.loss.own[id(leaf)] = (leaf, sums.pop(k), count)  # type: ignore[union-attr]
-        return sums
+        return self._replicas.sum_of_loss(step, sums)
 
     def commit(self, step: RankStep, reports: Reports, divisor: Any) -> None:
         """Adds the gradients of the step to `.grad`. If gradients have hooks, which may fail, all ranks wait."""
@@ -474,12 +468,6 @@ class RankGradients:
                 gradient.mul_(math.inf)
             elif gradient.numel():
                 gradient[(0,) * gradient.dim()] = math.inf
-
-
-def parameters_of_loss(step: Step) -> list[tuple[nn.Parameter, torch.Tensor, int]]:
-    """Returns the parameters that loss_fn uses, with the sums and counts of their gradients."""
-    own = [] if step.loss is None else step.loss.own.values()
-    return [(leaf, gradient, count) for leaf, gradient, count in own if isinstance(leaf, nn.Parameter)]
 
 
 @torch.no_grad()

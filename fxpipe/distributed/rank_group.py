@@ -121,7 +121,6 @@ class RankGroup:
         # Counts pipes that all ranks have created: if a rank is missing, the next attempt has the same number.
         self._name = self.process_group.group_name
         self._number = _pipes_of[self._name] + 1
-        self._store = PrefixStore(f"fxpipe/{self._name}/{self._number}", self.process_group.get_group_store())
         self._connection: Connection | None = None
         self._replicas: Connection | None = None
         self.transfers: DeviceTransfers | None = None  # if all ranks of the replica have a backend for their devices
@@ -205,12 +204,8 @@ class RankGroup:
 
     def _connect(self) -> Connection:
         if self._connection is None:
-            store = meet_ranks(PrefixStore(str(self.generation), self._store), self.rank, self.size, self.timeout)
-            data_store: Store | None = None
-            if self.data_group is not None:  # the ranks that have the same stages in other replicas
-                path = f"fxpipe/{self.data_group.group_name}/{self._number}/{self.generation}"
-                data_store = PrefixStore(path, self.data_group.get_group_store())
-                data_store = meet_ranks(data_store, self.replica, self.replica_count, self.timeout, "replica")
+            store = self._meet(self.process_group, "rank")
+            data_store = None if self.data_group is None else self._meet(self.data_group, "replica")
             _pipes_of[self._name] = max(_pipes_of[self._name], self._number)
             self._board = FailureBoard(store, self.rank, self.size, timeout=self.timeout)
             try:
@@ -219,12 +214,22 @@ class RankGroup:
                 if backend is not None:
                     devices = PrefixStore("devices", store)
                     self.transfers = DeviceTransfers(backend, self.device, devices, self.rank, self.timeout)
-                self._connect_replicas(data_store)
+                self._data_store, self._data_groups = data_store, 0
+                if data_store is None:
+                    self._replicas = Connection(store, 0, 1, self.timeout)
+                else:
+                    self._connect_replicas(data_store)
             except (RuntimeError, ConnectionLost) as error:
                 self._fail(self._report(error=f"no connection to the other ranks: {error}"))
                 raise DistributedError(f"no connection to the other ranks: {error}") from error
         self.connection.heard.clear()
         return self.connection
+
+    def _meet(self, group: dist.ProcessGroup, kind: str) -> Store:
+        """Waits for all ranks of a group, in this generation; returns a store of theirs."""
+        path = f"fxpipe/{group.group_name}/{self._number}/{self.generation}"
+        store = PrefixStore(path, group.get_group_store())
+        return meet_ranks(store, group.rank(), group.size(), self.timeout, kind)
 
     def _transport(self, group: dist.ProcessGroup, connection: Connection, kind: str) -> tuple[str, str | None]:
         """Agrees with other ranks or replicas on how tensors move; returns that as text, and the backend of devices."""
@@ -232,11 +237,8 @@ class RankGroup:
         text = common_transport(connection.all_gather(own, f"the devices of all {kind}s"), kind)
         return text, own.backend if text == own.backend else None
 
-    def _connect_replicas(self, store: Store | None) -> None:
-        self._data_store, self._data_groups = store, 0
-        if store is None or self.data_group is None:
-            self._replicas = Connection(self._store, 0, 1, self.timeout)
-            return
+    def _connect_replicas(self, store: Store) -> None:
+        assert self.data_group is not None
         self._replicas = Connection(PrefixStore("gloo", store), self.replica, self.replica_count, self.timeout)
         self.reduction, backend = self._transport(self.data_group, self._replicas, "replica")
         if backend is not None:

@@ -26,7 +26,7 @@ import torch
 from fxpipe.distributed.device_transfers import WAITED_FOR
 from fxpipe.distributed.held_tensors import RankProgram, share_buffers
 from fxpipe.distributed.packets import JOB_TAG, Mailbox, PacketLink, PacketOrder, PacketValue, tag_of
-from fxpipe.distributed.rank_engine import RankEngine, RankGradients, RankInputs, pairs_of_ranks, parameters_of_loss
+from fxpipe.distributed.rank_engine import RankEngine, RankGradients, RankInputs, pairs_of_ranks
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_state import STREAM, RankState
 from fxpipe.distributed.rank_step import RankExchange
@@ -36,7 +36,7 @@ from fxpipe.distributed.replicas import (
     StageParameter,
     digest,
     loss_of_replica,
-    loss_of_union,
+    parameters_of_loss,
 )
 from fxpipe.errors import ArgumentError, DistributedError, InternalError
 from fxpipe.pipe.model_calls import ModelCall, parse_call
@@ -51,7 +51,6 @@ from fxpipe.runtime.stream import Stream, StreamStep
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils.pytree import map_tensor_leaves
-from fxpipe.utils.random_generators import draw_seed, mix_seed, peek_seed
 
 
 class LossReport(NamedTuple):
@@ -230,16 +229,12 @@ class RankStream(Stream):
             one.is_verified = False  # the micro-batches of all replicas add up to the loss, which is not verified here
         loss, divisor = super()._checked_loss(one), losses.divisor
         if replicas.count > 1:
-            own = parameters_of_loss(step)
-            part_of_loss = loss_of_replica(losses), len(own)
-            reports = replicas.group.replicas.all_gather(part_of_loss, "the losses of the other replicas")
+            own = loss_of_replica(losses), len(parameters_of_loss(step))
+            reports = replicas.group.replicas.all_gather(own, "the losses of the other replicas")
             of_replicas = [of_replica for of_replica, _ in reports]
-            loss, divisor = loss_of_union(of_replicas, step.part, self.loss.reduction)
-            replicas.note_unit(of_replicas)
+            loss, divisor = replicas.loss_of_union(of_replicas, step.part, self.loss.reduction)
             if any(count for _, count in reports):
-                sums = replicas.sum_apart({k: gradient for k, (_, gradient, _) in enumerate(own)})
-                for k, (leaf, gradient, count) in enumerate(own):
-                    stage.own[id(leaf)] = (leaf, sums[k].to(gradient.device), count)
+                replicas.sum_of_loss(step, {})
         loss, divisor = map_tensor_leaves(lambda t: t.detach().cpu(), (loss, divisor))
         shares = [float(losses.share(i) * losses.scale) for i in range(one.micro_batches)]
         return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), one.is_verified)
@@ -363,10 +358,7 @@ class RankStreamLoop(StreamLoop):
             calls = None if self._call is None else [self._call]
             inputs = inside.agree(STREAM, calls, seed=self._seed_of_next())
         program = inputs.union
-        if program.program.is_random and not self._has_drawn:
-            self._has_drawn = True
-            draw_seed()  # advance the generators of all ranks as in one process
-        inside.check_stream_program(program, {id(p) for p in self._optimizer.parameters()})
+        self._check_program(program)
         if self.stream is None:
             self.stream = self._begin(RankStream, context, routes=program.routes)
         self._program = program
@@ -405,12 +397,6 @@ class RankStreamLoop(StreamLoop):
         self.stream.part = part
         self.stream.admit(replace(inputs, targets=target))
         self._read += 1
-
-    def _seed_of_next(self) -> int:
-        """Returns the seed of the next mini-batch; only the leader's seed is used."""
-        if not self._read:
-            self._seed = peek_seed()
-        return mix_seed(self._seed, self._read)
 
     def _read_call(self) -> None:
         """Reads a mini-batch on the leader, unless the last one read has not run."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxpipe._torch.process_groups import ProcessGroupGloo
 from fxpipe.cluster import BUCKET_BYTES
@@ -35,6 +36,7 @@ from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import InternalError, LossError, StateError
 from fxpipe.runtime.loss_checks import LossEvidence
 from fxpipe.runtime.losses import LARGEST_UNIT, MicroBatchLosses
+from fxpipe.runtime.step import Step
 from fxpipe.utils.output_combination import OutputCombination
 
 StageParameter = tuple[str, int]  # parameter name, stage that uses it
@@ -177,22 +179,10 @@ def loss_of_replica(losses: MicroBatchLosses) -> ReplicaLoss:
     return ReplicaLoss(*(value.cpu() if isinstance(value, torch.Tensor) else value for value in values))
 
 
-def loss_of_union(losses: Sequence[ReplicaLoss], part: ReplicaPart, reduction: str) -> tuple[torch.Tensor, Any]:
-    """Returns the loss of the union, and the remaining divisor or None. Raises `LossError` if only some are pairs."""
-    if len({loss.weight is None for loss in losses}) > 1:
-        raise LossError("loss_fn returns (total, weight) on some replicas and a loss on others; return one kind")
-    totals = [loss.total for loss in losses]
-    if losses[0].weight is None:
-        if reduction == "mean":
-            totals = [total * portion for total, portion in zip(totals, part.portions, strict=True)]
-        return torch.as_tensor(sum(totals[1:], totals[0])), None
-    weight = weight_of_union(losses)
-    divisor = torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1
-    return torch.as_tensor(sum(totals[1:], totals[0]) / weight), losses[0].unit * divisor
-
-
-def weight_of_union(losses: Sequence[ReplicaLoss]) -> Any:
-    return sum((loss.weight for loss in losses[1:]), losses[0].weight)
+def parameters_of_loss(step: Step) -> list[tuple[nn.Parameter, torch.Tensor, int]]:
+    """Returns the parameters that loss_fn uses, with the sums and counts of their gradients."""
+    own = [] if step.loss is None else step.loss.own.values()
+    return [(leaf, gradient, count) for leaf, gradient, count in own if isinstance(leaf, nn.Parameter)]
 
 
 def buckets_of(parameters: Mapping[StageParameter, torch.Tensor]) -> list[list[StageParameter]]:
@@ -399,11 +389,24 @@ class Replicas:
         self.reduction.begin()
         return self.reduction
 
-    def note_unit(self, losses: Sequence[ReplicaLoss]) -> None:
-        """Sets the unit of the next step: a power of two near 1 / sum of all weights."""
-        if losses[0].weight is not None:
-            weight = min(max(float(abs(weight_of_union(losses))), 1.0), LARGEST_UNIT)
-            self._unit = 2.0 ** -math.ceil(math.log2(weight))
+    def loss_of_union(
+        self, losses: Sequence[ReplicaLoss], part: ReplicaPart, reduction: str
+    ) -> tuple[torch.Tensor, Any]:
+        """Returns the loss of the union, and the remaining divisor or None. Raises `LossError` if only some are pairs.
+
+        Sets the unit of the next step: a power of two near 1 / sum of all weights.
+        """
+        if len({loss.weight is None for loss in losses}) > 1:
+            raise LossError("loss_fn returns (total, weight) on some replicas and a loss on others; return one kind")
+        totals, weight = [loss.total for loss in losses], losses[0].weight
+        if weight is None:
+            if reduction == "mean":
+                totals = [total * portion for total, portion in zip(totals, part.portions, strict=True)]
+            return torch.as_tensor(sum(totals[1:], totals[0])), None
+        weight = sum((loss.weight for loss in losses[1:]), weight)
+        self._unit = 2.0 ** -math.ceil(math.log2(min(max(float(abs(weight)), 1.0), LARGEST_UNIT)))
+        divisor = torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1
+        return torch.as_tensor(sum(totals[1:], totals[0]) / weight), losses[0].unit * divisor
 
     def give_all(self, gradients: dict[StageParameter, torch.Tensor]) -> GradientReport:
         """Begins to sum these gradients over replicas."""
@@ -432,3 +435,11 @@ class Replicas:
             for key, gradient in part.items():
                 sums[key] = sums[key] + gradient if key in sums else gradient
         return {key: value.to(self.group.device) for key, value in sums.items()}
+
+    def sum_of_loss(self, step: Step, more: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """Sums the gradients of parameters that loss_fn uses, in place; returns the sums of `more`, as `sum_apart`."""
+        own = parameters_of_loss(step)
+        sums = self.sum_apart({**more, **{k: gradient for k, (_, gradient, _) in enumerate(own)}})
+        for k, (leaf, gradient, count) in enumerate(own):
+            step.loss.own[id(leaf)] = (leaf, sums.pop(k).to(gradient.device), count)  # type: ignore[union-attr]
+        return sums

@@ -22,7 +22,7 @@ from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.runtime.stream import Stream
 from fxpipe.scheduling.streams import STREAM_POLICIES, StreamSchedule, WeightPolicy
-from fxpipe.utils.random_generators import draw_seed, peek_seed
+from fxpipe.utils.random_generators import draw_seed, mix_seed, peek_seed
 from fxpipe.utils.units import with_article
 
 READ_AHEAD = 2  # additional mini-batches, so that the first stage need not wait for the reader of losses
@@ -224,9 +224,7 @@ class StreamLoop:
         check_can_stream_now()
         self._check_call(call)
         stream, inside = self.stream, self._inside
-        if not self._read:
-            self._seed = peek_seed()
-        seed = self._seed if stream is None else stream.seed_of(self._read)
+        seed = self._seed_of_next()
         known = inside.find_known(call, seed)
         if known is None or known.bound is not self._bound:
             if stream is not None:
@@ -234,16 +232,21 @@ class StreamLoop:
                 stream.wait_for_all()
             with nullcontext() if stream is None else stream.at_rest():
                 known = inside.find([call], seed=seed)
-            bound = known.bound
-            inside.check_stream_program(bound, {id(p) for p in self._optimizer.parameters()})
-            if bound.program.is_random and not self._has_drawn:
-                self._has_drawn = True
-                if stream is None:
-                    self._seed = draw_seed()
-                else:
-                    draw_seed()
-            self._bound = bound
+            self._check_program(known.bound)
+            self._bound = known.bound
         return known
+
+    def _seed_of_next(self) -> int:
+        if not self._read:
+            self._seed = peek_seed()
+        return mix_seed(self._seed, self._read)
+
+    def _check_program(self, bound: BoundProgram) -> None:
+        """Checks a program of the stream; the first that draws random numbers advances the generator, as a step."""
+        self._inside.check_stream_program(bound, {id(p) for p in self._optimizer.parameters()})
+        if bound.program.is_random and not self._has_drawn:
+            self._has_drawn = True
+            draw_seed()
 
     def _check_call(self, call: ModelCall) -> None:
         has_target = bool(call.target)

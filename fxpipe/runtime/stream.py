@@ -246,9 +246,6 @@ class Stream(ActionPerformer):
         """The largest number of versions that each stage in this process has held."""
         return tuple(self.weights[j].most_held for j in self.stages)
 
-    def seed_of(self, mini_batch: int) -> int:
-        return mix_seed(self.seed, mini_batch)
-
     # -- in, and out ---------------------------------------------------------------------------------------------------
 
     def admit(self, given_inputs: GivenInputs) -> None:
@@ -297,7 +294,7 @@ class Stream(ActionPerformer):
 
     def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> StreamStep:
         looks = history.look_at_elements and len(given_inputs.samples) > 1
-        inputs, seed = self.engine.own_inputs(given_inputs), self.seed_of(self._order.admitted)
+        inputs, seed = self.engine.own_inputs(given_inputs), mix_seed(self.seed, self._order.admitted)
         losses = self.engine.losses_of(given_inputs, self.loss, is_verified)
         return StreamStep(inputs, self.engine.model, seed, losses=losses, look_at_elements=looks, **more)
 

@@ -40,20 +40,20 @@ def silent():
 
 def test_answers_and_errors_are_those_of_the_store():
     bounded = BoundedStore(HashStore(), 10.0)
-    bounded.set("name", "value")
-    assert bounded.get("name") == b"value"
-    assert bounded.check(["name"])
-    assert not bounded.check(["name", "other"])
+    bounded.ask("set", "name", "value")
+    assert bounded.ask("get", "name") == b"value"
+    assert bounded.ask("check", ["name"])
+    assert not bounded.ask("check", ["name", "other"])
     with pytest.raises(AttributeError, match="get"):
-        BoundedStore(None, 10.0).get("name")
+        BoundedStore(None, 10.0).ask("get", "name")
 
 
 def test_a_question_without_an_answer_is_an_error_after_so_many_seconds(silent):
     bounded = BoundedStore(silent, 0.05)
     for question in (
-        lambda: bounded.set("name", "value"),
-        lambda: bounded.get("name"),
-        lambda: bounded.check(["name"]),
+        lambda: bounded.ask("set", "name", "value"),
+        lambda: bounded.ask("get", "name"),
+        lambda: bounded.ask("check", ["name"]),
     ):
         with pytest.raises(StoreSilentError, match=r"not answered for 0.05 s"):
             question()

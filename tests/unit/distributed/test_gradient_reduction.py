@@ -14,8 +14,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe._torch.process_groups import ProcessGroupGloo
-from fxpipe.distributed import rank_stream, replicas
-from fxpipe.distributed.replicas import GradientReduction, buckets_of
+from fxpipe.distributed import replicas
+from fxpipe.distributed.replicas import GradientReduction, Replicas, buckets_of
 from fxpipe.errors import DistributedError, InternalError
 from fxpipe.runtime.step import Step
 
@@ -141,7 +141,7 @@ def failed_while_units_were_exchanged(mesh):
     optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.0)
     with pytest.MonkeyPatch.context() as patch:
         if replica == 1:
-            patch.setattr(rank_stream, "loss_of_union", interrupt)
+            patch.setattr(Replicas, "loss_of_union", interrupt)
         with pytest.raises((KeyboardInterrupt, DistributedError)):
             [*pipe.train_stream([(own, own)] * 3, loss_fn=loss_fn, optimizer=optimizer)]
     pipe.forward_backward(own, target=own, loss_fn=loss_fn)
