@@ -2040,8 +2040,8 @@ DISTRIBUTED = (
     ),
     Mutant(
         "distributed/rank_engine.py",
-        "            _write_gradients(self._earlier)\n",
-        "",
+        "for parameter, gradient in self._earlier:",
+        "for parameter, gradient in ():",
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(

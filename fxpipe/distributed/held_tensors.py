@@ -153,7 +153,7 @@ class TensorExchange:
     """The transfers of tensors of the model in one step, on one rank."""
 
     def __init__(self, mailbox: Mailbox, rank: int, tensors: ModelTensors, program: RankProgram):
-        self._mailbox, self._rank, self._tensors = mailbox, rank, tensors
+        self.tensors, self._mailbox, self._rank = tensors, mailbox, rank
         self._number, self._transfers = program.number, program.transfers
 
     def _swap(
@@ -192,8 +192,8 @@ class TensorExchange:
         self._move(2, "the buffers that it has changed", self._transfers.changed)
 
     def _move(self, kind: int, what: str, pairs: Mapping[tuple[int, int], Sequence[str]]) -> None:
-        for name, value in self._swap(kind, what, pairs, lambda name: self._tensors.get(name).detach()).items():
-            write_tensor(self._tensors, name, value)
+        for name, value in self._swap(kind, what, pairs, lambda name: self.tensors.get(name).detach()).items():
+            write_tensor(self.tensors, name, value)
 
 
 def share_buffers(group: RankGroup, tensors: ModelTensors, names: Iterable[str]) -> None:

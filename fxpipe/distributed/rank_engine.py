@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -112,8 +111,9 @@ class RankEngine(Engine):
     def _device_of_row(self, row: int) -> torch.device | None:
         return self.group.device if row == self.group.rank else None
 
-    def _mailbox(self, program: RankProgram) -> Mailbox:
-        """Creates the mailbox of a step. All ranks call it together."""
+    def _open(self, inputs: RankInputs) -> tuple[Mailbox, TensorExchange]:
+        """Creates the mailbox of a step, and borrows tensors. All ranks call it together."""
+        program, tensors = inputs.union, ModelTensors(self.model, inputs.constants)
         if self._generation != self.group.generation or self._steps == MAX_STEPS:
             self._layouts.clear()  # in the same step on all ranks
             self._generation, self._steps = self.group.generation, 0
@@ -121,7 +121,10 @@ class RankEngine(Engine):
         transfers = self.group.transfers
         if transfers is not None:
             transfers.connect(pairs_of_ranks(program.routes, program.transfers))
-        return Mailbox(self.group.connection, self.group.device, self._layouts, transfers)
+        mailbox = Mailbox(self.group.connection, self.group.device, self._layouts, transfers)
+        exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
+        exchange.borrow()
+        return mailbox, exchange
 
     def _run_row(
         self,
@@ -147,10 +150,8 @@ class RankEngine(Engine):
             **self.part_of_step(inputs),
             **more,
         )
-        step.log.begun.append(time.perf_counter())
         link.queue(order_of_step(schedule.rows, program.routes.placement, rank))
-        self.executor.run(step, (schedule.rows[rank],))
-        self._note_step(step, schedule)
+        self._run_rows(step, schedule, (schedule.rows[rank],))
         step.exchange.check_empty()
         if self.group.transfers is not None:
             self.group.transfers.settle()  # a missing message fails this step before the ranks commit it
@@ -171,10 +172,7 @@ class RankEngine(Engine):
 
     def call_ranks(self, inputs: RankInputs, schedule: Schedule, *, to_all: bool) -> Any:
         """Runs all forwards; returns the output on the rank of the last stage or on all ranks, else None."""
-        program, connection = inputs.union, self.group.connection
-        mailbox, tensors = self._mailbox(program), ModelTensors(self.model, program.constants)
-        exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
-        exchange.borrow()
+        program, (mailbox, exchange) = inputs.union, self._open(inputs)
         step = self._run_row(inputs, schedule, mailbox, inputs.seed)
         last, count = program.last, len(program.program.outputs)
         outputs = gathered_results(step)[0] if self.group.rank == last else []
@@ -182,7 +180,7 @@ class RankEngine(Engine):
         output = program.output(outputs[:count]) if self.group.rank == last else None
         if to_all:
             output = self._on_all(output, last)
-        connection.all_gather(None, "the end of the step")
+        self.group.connection.all_gather(None, "the end of the step")
         step.commit_buffers()
         exchange.spread_changes()
         with torch.no_grad():
@@ -198,15 +196,12 @@ class RankEngine(Engine):
         program, m = inputs.union, schedule.micro_batches
         last = program.last
         is_last = self.group.rank == last
-        tensors = ModelTensors(self.model, inputs.constants)
         kind = None  # micro-batches from the caller are not compared with a mini-batch
         is_whole = inputs.takes_all(call.reduction)
         self.refuse_sharing(program, is_whole or call.reduction == "batch")
         if is_last and not inputs.is_handed_over and not is_whole:
             kind = self.loss_histories.of(inputs, call)
-        mailbox = self._mailbox(program)
-        exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
-        exchange.borrow()
+        mailbox, exchange = self._open(inputs)
         gradients = RankGradients(self, inputs)
         part = self.begin(inputs, gradients, call.reduction, is_last)
         looks_at_elements = not inputs.is_handed_over and not is_whole and part.micro_batches > 1
@@ -259,7 +254,11 @@ class RankEngine(Engine):
             output = self._on_all(output, last)
         mailbox.settle()
         gradients.commit(step, reports, divisor)
-        self._commit_buffers(inputs, step, exchange, tensors, part)
+        if self.group.replica == 0:
+            step.commit_buffers()
+            exchange.spread_changes()
+        if self.replicas.count > 1 and part.changes_buffers:
+            share_buffers(self.group, exchange.tensors, self.changed_here(inputs))
         with torch.no_grad():
             self.write_back(inputs, more)
         return loss.to(self.group.device), output
@@ -269,24 +268,23 @@ class RankEngine(Engine):
     ) -> ReplicaPart:
         """Exchanges messages with the other replicas about a step, or the first mini-batch of a graph in a stream."""
         replicas = self.replicas
-        own = digest(gradients.parameters), bool(self.changed_here(inputs)), in_stream
-        start = self.start_of(inputs, reduction, *own)
+        start = self.start_of(inputs, reduction, gradients.parameters, in_stream)
         start = start if is_last else replace(start, known=None)
         part = replicas.begin(start, () if inputs.is_handed_over else inputs.bound.combinations, in_stream)
         assert part is not None
         if replicas.count > 1 and start.is_synced:
-            replicas.prepare_sum(gradients.parameters, start.parameters)
+            replicas.prepare_sum(gradients.parameters)
         if part.may_differ:
             replicas.check_weights(gradients.trained)
         return part
 
     def start_of(
-        self, inputs: RankInputs, reduction: str, parameters: str, changes_buffers: bool, in_stream: bool
+        self, inputs: RankInputs, reduction: str, parameters: Mapping[StageParameter, torch.Tensor], in_stream: bool
     ) -> ReplicaStart:
-        """Returns this rank's message to the other replicas about a mini-batch. `parameters`: their digest."""
+        """Returns this rank's message to the other replicas about a mini-batch. `parameters`: in the reduction."""
         seed = inputs.seed if any(program.is_random for program in inputs.programs) else None
-        is_synced = self.replicas.is_synced or in_stream
-        own = parameters, changes_buffers, inputs.known, self.replicas.may_differ
+        is_synced, changes_buffers = self.replicas.is_synced or in_stream, bool(self.changed_here(inputs))
+        own = digest(parameters), changes_buffers, inputs.known, self.replicas.may_differ
         return ReplicaStart(inputs.batch, len(inputs.samples), seed, is_synced, reduction, *own)
 
     def refuse_sharing(self, program: RankProgram, is_whole: bool = False) -> None:
@@ -304,16 +302,6 @@ class RankEngine(Engine):
     def changed_here(self, inputs: RankInputs) -> list[str]:
         changed = dict.fromkeys(name for program in inputs.programs for name in program.changes)
         return [name for name in changed if self.group.rank in inputs.union.held.holders(name)]
-
-    def _commit_buffers(
-        self, inputs: RankInputs, step: RankStep, exchange: TensorExchange, tensors: ModelTensors, part: ReplicaPart
-    ) -> None:
-        """Writes the buffers that forward has changed into the model: the first replica's on all replicas."""
-        if self.group.replica == 0:
-            step.commit_buffers()
-            exchange.spread_changes()
-        if self.replicas.count > 1 and part.changes_buffers:
-            share_buffers(self.group, tensors, self.changed_here(inputs))
 
     def losses_of_part(
         self, inputs: RankInputs, part: ReplicaPart, call: LossCall, is_verified: bool
@@ -335,11 +323,9 @@ class RankEngine(Engine):
                 "what the loss needs of it, a penalty say"
             )
 
-    def _from_last(self, inputs: RankInputs, values: Sequence[Any]) -> Sequence[Any]:
-        if not any(program.written_inputs or program.left for program in inputs.programs):
-            return []
-        result: Sequence[Any] = self._on_all(list(values), inputs.union.last)
-        return result
+    def _from_last(self, inputs: RankInputs, values: Sequence[Any]) -> Any:
+        is_needed = any(program.written_inputs or program.left for program in inputs.programs)
+        return self._on_all(list(values), inputs.union.last) if is_needed else []
 
     def _on_all(self, value: Any, source: int) -> Any:
         at_home = map_tensor_leaves(lambda t: t.detach().cpu(), value)
@@ -447,7 +433,12 @@ class RankGradients:
             step, lambda _: None, [torch.zeros((), device="cpu")], extra, self.trained, finish
         )
         with gradient_rollback(leaves_below(root), is_certain=any_hooks):
-            _write_gradients(self._earlier)
+            with torch.no_grad():
+                for parameter, gradient in self._earlier:
+                    if parameter.grad is None or parameter.grad.is_sparse or gradient.is_sparse:
+                        parameter.grad = gradient
+                    else:
+                        parameter.grad.copy_(gradient)
             if leaves:
                 root.backward()
             elif is_scaled:
@@ -468,12 +459,3 @@ class RankGradients:
                 gradient.mul_(math.inf)
             elif gradient.numel():
                 gradient[(0,) * gradient.dim()] = math.inf
-
-
-@torch.no_grad()
-def _write_gradients(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for parameter, gradient in pairs:
-        if parameter.grad is None or parameter.grad.is_sparse or gradient.is_sparse:
-            parameter.grad = gradient
-        else:
-            parameter.grad.copy_(gradient)

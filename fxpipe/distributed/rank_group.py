@@ -154,8 +154,7 @@ class RankGroup:
     def everybody(self, value: Any, what: str, *, is_long: bool = False) -> list[list[Any]]:
         """Gathers the objects of all ranks of all replicas, by replica and rank."""
         own = self.connection.all_gather(value, what, is_long=is_long)
-        result: list[list[Any]] = self.replicas.all_gather(own, what, is_long=is_long)
-        return result
+        return self.replicas.all_gather(own, what, is_long=is_long)
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Gathers the objects of the ranks of this replica."""

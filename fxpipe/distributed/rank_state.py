@@ -33,7 +33,6 @@ from fxpipe.pipe.programs import MAX_GRAPHS, CachedGraph, MissingGraph
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan
-from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.relay_routes import relay_routes
 from fxpipe.runtime import BoundProgram, InlineExecutor
 from fxpipe.runtime.bound_program import ModelTensors
@@ -365,7 +364,16 @@ class RankState(PipelineState):
     def bind(self, prepared: PreparedGraph) -> RankProgram:
         """Also compares the program between ranks, and decides which ranks hold the tensors of the model."""
         bound, placement = super().bind(prepared), self.settings.placement
-        fields = graph_fields(prepared.traced.fingerprint(), bound, placement, self.settings)
+        schedule, checkpoint = _value_text(self.settings.schedule), self.settings.checkpoint
+        fields = {
+            "graph": f"fingerprint {prepared.traced.fingerprint()}",
+            "plan": f"stages on ranks {tuple(placement)}, chunks {self.settings.chunks}, checkpoint {checkpoint}, "
+            f"schedule {schedule}",
+        }
+        for j, stage in enumerate(bound.program.stages):
+            code = re.sub(r" +#.*", "", stage.code)  # paths of source lines may differ between machines
+            text = repr((code, stage.attributes, stage.receives, stage.sends, stage.assigns))
+            fields[f"stage {j}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
         check_agreement(self.group, fields, between_replicas=self.held is None)
         routes = relay_routes(bound.wiring.users, placement)
         if self.held is None:
@@ -470,19 +478,3 @@ def _value_text(value: Any) -> str:
     elif callable(value):
         value = getattr(value, "__qualname__", type(value).__qualname__)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def graph_fields(fingerprint: str, bound: BoundProgram, placement: Sequence[int], settings: Settings) -> Fields:
-    """Returns the fields that must be equal for a recorded graph and its stages."""
-    return {
-        "graph": f"fingerprint {fingerprint}",
-        "plan": f"stages on ranks {tuple(placement)}, chunks {settings.chunks}, checkpoint {settings.checkpoint}, "
-        f"schedule {_value_text(settings.schedule)}",
-        **{f"stage {j}": _digest(stage) for j, stage in enumerate(bound.program.stages)},
-    }
-
-
-def _digest(stage: Stage) -> str:
-    code = re.sub(r" +#.*", "", stage.code)  # paths of source lines may differ between machines
-    text = repr((code, stage.attributes, stage.receives, stage.sends, stage.assigns))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -34,7 +34,6 @@ from fxpipe.distributed.replicas import (
     NEXT_MINI_BATCH,
     ReplicaPart,
     StageParameter,
-    digest,
     loss_of_replica,
     parameters_of_loss,
 )
@@ -112,8 +111,7 @@ class RankStream(Stream):
         self._replicas = engine.replicas
         # For the current segment; `_summed` has the parameters in the reduction, the same on all replicas.
         self._summed: Mapping[StageParameter, torch.Tensor] = {}
-        self._digest = ""
-        self._changes_buffers = self._first_changes_buffers = False  # forward, here and on replica 0
+        self._first_changes_buffers = False  # forward, on replica 0
         self.part = ReplicaPart(0, 0, 0)  # of the mini-batch that is admitted
         super().__init__(engine, context, order, *more)
         self.stages = (self._stage,)
@@ -167,8 +165,7 @@ class RankStream(Stream):
         engine = self.engine
         engine.refuse_sharing(inputs.union)
         gradients = RankGradients(engine, inputs)
-        self._summed, self._digest = gradients.parameters, digest(gradients.parameters)
-        self._changes_buffers = bool(engine.changed_here(inputs))
+        self._summed = gradients.parameters
         part = engine.begin(inputs, gradients, self.loss.reduction, self._is_last, in_stream=True)
         self._first_changes_buffers = part.changes_buffers
         return part
@@ -177,8 +174,8 @@ class RankStream(Stream):
         """Returns this replica's part in a mini-batch of the segment; None if any replica has none. For leaders."""
         start = None
         if inputs is not None:
-            own = self.loss.reduction, self._digest, self._changes_buffers
-            start = self.engine.start_of(replace(inputs, bounds=(program,)), *own, in_stream=True)
+            own_inputs = replace(inputs, bounds=(program,), union=program)
+            start = self.engine.start_of(own_inputs, self.loss.reduction, self._summed, in_stream=True)
         return self._replicas.begin(start, program.combinations, in_stream=True)
 
     def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
@@ -264,8 +261,7 @@ class RankStream(Stream):
         step.totals[j].sums = {name: gradient for (name, _), gradient in total.items()}
         if any(one.sparse for one in gradients):
             self._summed = replicas.reducible(self._summed)
-            self._digest = digest(self._summed)
-            replicas.prepare_sum(self._summed, self._digest)
+            replicas.prepare_sum(self._summed)
 
     def _checked_loss(self, one: StreamStep) -> torch.Tensor:
         step = _rank_step(one)

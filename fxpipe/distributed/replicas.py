@@ -358,9 +358,9 @@ class Replicas:
             )
         self.may_differ = False
 
-    def prepare_sum(self, parameters: Mapping[StageParameter, torch.Tensor], their_digest: str) -> None:
+    def prepare_sum(self, parameters: Mapping[StageParameter, torch.Tensor]) -> None:
         """Creates the reduction of these `reducible` parameters if it does not exist. All replicas call it."""
-        reduced = (self.group.generation, their_digest)
+        reduced = (self.group.generation, digest(parameters))
         if self._reduced != reduced:
             self._close_reduction()
             self._reduction = GradientReduction(self.group.data_parallel_group(), parameters, self.group.device_sums)
