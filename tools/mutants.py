@@ -1924,8 +1924,8 @@ DISTRIBUTED = (
             ),
             (
                 "distributed/rank_stream.py",
-                "self.first_micro_batch = part.first\n",
-                "self.first_micro_batch = 0\n",
+                "step.first_micro_batch = part.first\n",
+                "step.first_micro_batch = 0\n",
                 "test_replicas_draw_the_numbers_of_the_mini_batches_together",
             ),
             (

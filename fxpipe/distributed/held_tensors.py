@@ -119,10 +119,8 @@ class HeldTensors:
                 for rank in holders:
                     if rank != routes.rank(j):
                         gradients.setdefault((routes.rank(j), rank), []).append((name, j))
-        for peers in (borrowed, gradients, changed):
-            for pair in sorted(peers):
-                peers[pair] = peers.pop(pair)  # the same order on all ranks
-        return TensorTransfers(borrowed, gradients, changed, stages_of)
+        in_order = (dict(sorted(peers.items())) for peers in (borrowed, gradients, changed))  # the same on all ranks
+        return TensorTransfers(*in_order, stages_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -246,7 +246,6 @@ class DistributedPipeline(Pipeline):
         """Closes the connections to the other ranks; the model is unchanged. Each rank calls it."""
         super().close()
         self._fxpipe.group.leave()
-        self._fxpipe.engine.replicas.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         raise StateError(

@@ -65,13 +65,10 @@ class RankStreamStep(StreamStep):
     """A mini-batch of a stream on one rank. The rank of the last stage has the loss; all ranks get its report."""
 
     exchange: RankExchange
-
-    def __init__(self, *arguments: Any, group: RankGroup, part: ReplicaPart, first_changes_buffers: bool, **more: Any):
-        """`first_changes_buffers`: whether forward changes buffers of this stage on the first replica."""
-        super().__init__(*arguments, **more)
-        self.first_micro_batch = part.first
-        self._group, self.part, self._first_changes_buffers = group, part, first_changes_buffers
-        self.report: LossReport | None = None  # None until it arrives
+    group: RankGroup
+    part: ReplicaPart
+    first_changes_buffers: bool  # forward changes buffers of this stage on the first replica
+    report: LossReport | None = None  # None until it arrives
 
     @property
     def divisor(self) -> Any:
@@ -80,11 +77,11 @@ class RankStreamStep(StreamStep):
     @torch.no_grad()
     def commit_buffers_of(self, j: int) -> None:
         """Writes the buffers that a stage has changed: the first replica's on all replicas."""
-        if self._group.replica == 0:
+        if self.group.replica == 0:
             super().commit_buffers_of(j)
-        if self._group.replica_count > 1 and self._first_changes_buffers:
+        if self.group.replica_count > 1 and self.first_changes_buffers:
             ((bound, tensors),) = self.open_programs
-            share_buffers(self._group, tensors, bound.program.stages[j].changes)
+            share_buffers(self.group, tensors, bound.program.stages[j].changes)
 
 
 def _rank_step(one: StreamStep) -> RankStreamStep:
@@ -186,33 +183,32 @@ class RankStream(Stream):
     def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> StreamStep:
         assert isinstance(given_inputs, RankInputs)
         part, engine, is_last = self.part, self.engine, self._is_last
-        return RankStreamStep(
+        step = RankStreamStep(
             engine.own_inputs(given_inputs),
             engine.model,
             part.seed,
             losses=engine.losses_of_part(given_inputs, part, self.loss, is_verified) if is_last else None,
             look_at_elements=history.look_at_elements and part.micro_batches > 1,
-            group=engine.group,
-            part=part,
-            first_changes_buffers=self._first_changes_buffers,
             **engine.part_of_step(given_inputs),
             **more,
         )
+        step.group, step.part, step.first_changes_buffers = engine.group, part, self._first_changes_buffers
+        step.first_micro_batch = part.first
+        return step
 
     def _queue(self, rows: Rows) -> None:
         """Queues rows, and runs the rows queued before."""
         self.packets.queue(PacketOrder.of(rows, self.packets.placement, self.engine.group.rank))
-        due, self._waiting = self._waiting, rows[self._stage]
-        self._run_row(due)
+        self._run_waiting(rows[self._stage])
 
-    def _run_row(self, row: tuple[Action, ...]) -> None:
-        self.engine.executor.start(self, (row,))
+    def _run_waiting(self, row: tuple[Action, ...]) -> None:
+        due, self._waiting = self._waiting, row
+        self.engine.executor.start(self, (due,))
         self._raise_failure()
 
     def drain(self) -> None:
         super().drain()
-        due, self._waiting = self._waiting, ()
-        self._run_row(due)
+        self._run_waiting(())
         self.mailbox.settle()
 
     def _loss_report(self, one: StreamStep) -> LossReport:
