@@ -120,7 +120,7 @@ class HeldTensors:
                     if rank != routes.rank(j):
                         gradients.setdefault((routes.rank(j), rank), []).append((name, j))
         in_order = (dict(sorted(peers.items())) for peers in (borrowed, gradients, changed))  # the same on all ranks
-        return TensorTransfers(*in_order, stages_of)
+        return TensorTransfers(*in_order, stages_of=stages_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
