@@ -63,7 +63,10 @@ Peers = dict[tuple[int, int], list[Any]]  # by source and target rank
 
 @dataclass(frozen=True, slots=True)
 class TensorTransfers:
-    """The tensors of the model that move between ranks in each step of one graph, by source and target rank."""
+    """The tensors of the model that move between ranks in each step of one graph, by source and target rank.
+
+    The order is the same on all ranks.
+    """
 
     borrowed: Mapping[tuple[int, int], Sequence[str]]
     gradients: Mapping[tuple[int, int], Sequence[StageSum]]
@@ -119,8 +122,8 @@ class HeldTensors:
                 for rank in holders:
                     if rank != routes.rank(j):
                         gradients.setdefault((routes.rank(j), rank), []).append((name, j))
-        in_order = (dict(sorted(peers.items())) for peers in (borrowed, gradients, changed))  # the same on all ranks
-        return TensorTransfers(*in_order, stages_of=stages_of)
+        borrowed, gradients, changed = (dict(sorted(peers.items())) for peers in (borrowed, gradients, changed))
+        return TensorTransfers(borrowed, gradients, changed, stages_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
