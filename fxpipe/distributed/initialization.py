@@ -155,7 +155,16 @@ def load(
         entries = pipe.state_dict(keep_vars=True)
         _check_fit(state, reader, entries, state.model.state_dict().keys(), prefix, path, strict)
         persistent, own = {id(value) for value in entries.values()}, state.own_tensors()
-        initialize_missing(state, [n for n in state.own_without_values() if id(own.get(n)) not in persistent], init_fn)
+        names = [name for name in state.own_without_values() if id(own.get(name)) not in persistent]
+        wanted = {_holder_of(state.model, name) for name in names}
+        # Random numbers depend on the module, not on the rank.
+        seed = state.group.broadcast(peek_seed(), "the seed of its random numbers")
+        with preserve_rng(), _initializing([own[name] for name in names if name in own]) as initialization:
+            for number, module in enumerate(dict.fromkeys(_children_first(state.model))):
+                if module in wanted:
+                    torch.default_generator.manual_seed(mix_seed(seed, number))
+                    initialization.run(module, init_fn)
+        state.settle()
         covered = {name: value for name, value in entries.items() if prefix + name in reader.keys}
         entries = with_metadata(covered, entries)
         _read(state, reader, entries, prefix)
@@ -298,19 +307,6 @@ def refuse_missing_values(state: PipelineState, after: str, why: str) -> None:
             f"            module.{missing[0].rpartition('.')[2]}.copy_(...)\n"
             f"    fxpipe.distributed.{after}(pipe, {'path, ' if after == 'load' else ''}init_fn=init_fn)"
         )
-
-
-def initialize_missing(state: PipelineState, names: Collection[str], init_fn: InitFunction | None) -> None:
-    """Initializes these tensors by their modules only. The random numbers depend on the module, not on the rank."""
-    model, seed = state.model, state.group.broadcast(peek_seed(), "the seed of its random numbers")
-    wanted = {_holder_of(model, name) for name in names}
-    tensors = [tensor for name, tensor in state.own_tensors().items() if name in names]
-    with preserve_rng(), _initializing(tensors) as initialization:
-        for number, module in enumerate(dict.fromkeys(_children_first(model))):
-            if module in wanted:
-                torch.default_generator.manual_seed(mix_seed(seed, number))
-                initialization.run(module, init_fn)
-    state.settle()
 
 
 def _holder_of(model: nn.Module, name: str) -> nn.Module:
