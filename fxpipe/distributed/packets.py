@@ -241,35 +241,32 @@ def neighbour(action: Action, step: int, placement: Sequence[int]) -> Action | N
     return Action(kind, other, i)
 
 
-@dataclass(frozen=True, slots=True)
-class PacketOrder:
-    """The packets that one rank sends and receives in some rows."""
-
-    coming: tuple[tuple[int, Action], ...]  # source rank and maker; each rank's in the order of its row
-    needed: tuple[tuple[int, Action], ...]  # the same packets in the order of this rank's row
-    returned: tuple[Action, ...]  # gradients that this rank sends; for each cut in the order of receipt
-
-    @classmethod
-    def of(cls, rows: Rows, placement: Sequence[int], rank: int) -> PacketOrder:
-        coming, needed, returned = [], [], []
-        for action in (action for row in rows for action in row):
-            reader, maker = neighbour(action, 1, placement), neighbour(action, -1, placement)
-            if reader is not None and placement[reader.stage] == rank:
-                coming.append((placement[action.stage], action))
-            if maker is not None and placement[action.stage] == rank:
-                needed.append((placement[maker.stage], maker))
-            elif maker is not None and maker.kind is ActionKind.BACKWARD and placement[maker.stage] == rank:
-                returned.append(maker)
-        return cls(tuple(coming), tuple(needed), tuple(returned))
+Received = tuple[tuple[int, Action], ...]  # packets: source rank and maker
 
 
-order_of_step = lru_cache(maxsize=32)(PacketOrder.of)
+@lru_cache(maxsize=32)
+def packet_order(rows: Rows, placement: tuple[int, ...], rank: int) -> tuple[Received, Received, tuple[Action, ...]]:
+    """Returns the packets of one rank in some rows.
+
+    First those that it receives, each rank's in the order of its row; then the same in the order of this rank's row;
+    then the gradients that it sends, for each cut in the order of receipt.
+    """
+    coming, needed, returned = [], [], []
+    for action in (action for row in rows for action in row):
+        reader, maker = neighbour(action, 1, placement), neighbour(action, -1, placement)
+        if reader is not None and placement[reader.stage] == rank:
+            coming.append((placement[action.stage], action))
+        if maker is not None and placement[action.stage] == rank:
+            needed.append((placement[maker.stage], maker))
+        elif maker is not None and maker.kind is ActionKind.BACKWARD and placement[maker.stage] == rank:
+            returned.append(maker)
+    return tuple(coming), tuple(needed), tuple(returned)
 
 
 class PacketLink:
     """The packets of one rank in a step or in a stream."""
 
-    def __init__(self, mailbox: Mailbox, placement: Sequence[int], name: Key = (), order: StreamSchedule | None = None):
+    def __init__(self, mailbox: Mailbox, placement: tuple[int, ...], name: Key, order: StreamSchedule | None = None):
         """`name`: equal for steps whose packets usually have equal layouts: graph and input sizes. `order`: a stream's.
 
         In a stream, mini-batches with equal micro-batches usually have equal layouts.
@@ -282,13 +279,14 @@ class PacketLink:
         self._returned: defaultdict[int, deque[Action]] = defaultdict(deque)  # by cut, sent gradients still kept here
         self._freed: Counter[int] = Counter()  # by cut, number of packets of gradients freed
 
-    def queue(self, order: PacketOrder) -> None:
-        """Adds the packets of the next rows; begins to receive the first of them."""
-        for source, maker in order.coming:
+    def queue(self, rows: Rows, rank: int) -> None:
+        """Adds the packets of this rank in the next rows; begins to receive the first of them."""
+        coming, needed, returned = packet_order(rows, self.placement, rank)
+        for source, maker in coming:
             self._coming[source].append(maker)
-        for source, maker in order.needed:
+        for source, maker in needed:
             self._needed[source].append(maker)
-        for maker in order.returned:
+        for maker in returned:
             self._returned[cut_of(maker)].append(maker)
         for source in self._needed:
             self._expect(source)

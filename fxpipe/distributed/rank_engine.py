@@ -23,7 +23,7 @@ from torch import nn
 from fxpipe._torch.autograd import has_gradient_hooks, leaves_below
 from fxpipe.distributed.device_transfers import WAITED_FOR
 from fxpipe.distributed.held_tensors import RankProgram, TensorExchange, TensorTransfers, share_buffers
-from fxpipe.distributed.packets import Layout, Mailbox, PacketLink, order_of_step
+from fxpipe.distributed.packets import Layout, Mailbox, PacketLink
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankExchange, RankStep
 from fxpipe.distributed.replicas import (
@@ -150,7 +150,7 @@ class RankEngine(Engine):
             **self.part_of_step(inputs),
             **more,
         )
-        link.queue(order_of_step(schedule.rows, program.routes.placement, rank))
+        link.queue(schedule.rows, rank)
         self._run_rows(step, schedule, (schedule.rows[rank],))
         step.exchange.check_empty()
         if self.group.transfers is not None:

@@ -25,7 +25,7 @@ import torch
 
 from fxpipe.distributed.device_transfers import WAITED_FOR
 from fxpipe.distributed.held_tensors import RankProgram, share_buffers
-from fxpipe.distributed.packets import JOB_TAG, Mailbox, PacketLink, PacketOrder, PacketValue, tag_of
+from fxpipe.distributed.packets import JOB_TAG, Mailbox, PacketLink, PacketValue, tag_of
 from fxpipe.distributed.rank_engine import RankEngine, RankGradients, RankInputs, pairs_of_ranks
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_state import STREAM, RankState
@@ -103,7 +103,7 @@ class RankStream(Stream):
         if group.transfers is not None:
             group.transfers.connect(pairs_of_ranks(routes))
         self.mailbox = Mailbox(group.connection, group.device, {}, group.transfers)
-        self.packets = PacketLink(self.mailbox, placement, order=order)
+        self.packets = PacketLink(self.mailbox, placement, (), order)
         self._waiting: tuple[Action, ...] = ()  # queued actions that have not run
         self._replicas = engine.replicas
         # For the current segment; `_summed` has the parameters in the reduction, the same on all replicas.
@@ -198,7 +198,7 @@ class RankStream(Stream):
 
     def _queue(self, rows: Rows) -> None:
         """Queues rows, and runs the rows queued before."""
-        self.packets.queue(PacketOrder.of(rows, self.packets.placement, self.engine.group.rank))
+        self.packets.queue(rows, self.engine.group.rank)
         self._run_waiting(rows[self._stage])
 
     def _run_waiting(self, row: tuple[Action, ...]) -> None:

@@ -10,7 +10,6 @@ from helpers.torch_tables import V_SHAPED, torch_table
 from fxpipe.distributed.packets import (
     Mailbox,
     PacketLink,
-    PacketOrder,
     PacketValue,
     decode,
     encode,
@@ -233,12 +232,12 @@ class WireMailbox:
 
 def run(schedule):
     """Runs the rows of all ranks, each as far as it comes; returns the wire."""
-    placement = [schedule.row_of[j, 0] for j in range(schedule.stages)]
+    placement = tuple(schedule.row_of[j, 0] for j in range(schedule.stages))
     wire = Messages()
     ranks = range(len(schedule.rows))
     links = [PacketLink(WireMailbox(wire, rank), placement, ("step",)) for rank in ranks]
     for rank, link in enumerate(links):
-        link.queue(PacketOrder.of(schedule.rows, placement, rank))
+        link.queue(schedule.rows, rank)
     rows = [[*row] for row in schedule.rows]
     while any(rows):
         before = sum(map(len, rows))
@@ -298,7 +297,7 @@ def test_a_rank_begins_to_receive_one_packet_ahead():
     rows, placement = make_schedule("gpipe", 2, 4).rows, (0, 1)
     wire = Messages()
     link = PacketLink(WireMailbox(wire, 1), placement, ())
-    link.queue(PacketOrder.of(rows, placement, 1))
+    link.queue(rows, 1)
     first = Action(ActionKind.FORWARD, 0, 0)
     assert len(wire.expected[0, 1]) == 1
     wire.sent[0, 1].append((*link._address(first), 0))
