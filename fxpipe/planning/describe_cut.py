@@ -39,10 +39,9 @@ from fxpipe.planning.plans.retarget import LOOPBACK, MESSAGE_SECONDS, transfer_o
 from fxpipe.profiling import NodeCost, Profile, Seconds
 from fxpipe.profiling.formulas import size_point, size_polynomial
 from fxpipe.profiling.memory import count_flops_and_bytes
-from fxpipe.profiling.profile_data import ZERO_FORMULA
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.program import PIPE_INPUT, value_users
-from fxpipe.rewriting.relay_routes import is_relayed_gradient, is_relayed_value, relay_routes
+from fxpipe.rewriting.relay_routes import relay_routes
 from fxpipe.scheduling import schedule_text
 from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
@@ -323,13 +322,13 @@ def _planned_transfers(
     users, packets = value_users(program), []
     routes = relay_routes(users, placement)
     for cut in (cut for cut in range(len(placement) - 1) if routes.crosses(cut)):
-        values = [(formulas[key[1]], is_relayed_value(routes, users[key], cut)) for key in routes.down[cut]]
-        gradients = [
-            (formulas[key[1]], is_relayed_gradient(routes, key, cut)) for key in routes.up[cut] if key[1] in returns
-        ]
+        # With the stages that they are for; on a rank without one of these, they are relayed.
+        values = [(key[1], users[key]) for key in routes.down[cut]]
+        gradients = [(name, (end,)) for _, name, end in routes.up[cut] if name in returns]
         for ends, parts in (((cut, cut + 1), values), ((cut + 1, cut), gradients)):
-            size = polynomial_sum(size for size, _ in parts)
-            relayed = polynomial_sum(size for size, is_relayed in parts if is_relayed)
+            receiver = placement[ends[1]]
+            size = polynomial_sum(formulas[name] for name, _ in parts)
+            relayed = polynomial_sum(formulas[n] for n, stages in parts if receiver not in map(routes.rank, stages))
             packet = PlannedTransfer(*ends, size.at(here), handling=MESSAGE_SECONDS, size=size, relayed=relayed)
             packets.append(over_link(packet, LOOPBACK))
     return {"sendings": tuple(sendings), "packets": tuple(packets)}
@@ -367,18 +366,7 @@ def plan_with_dynamic_sizes(
     assert traced.effects is not None
     with DISPATCH_MODE_LOCK, with_fake_tensors(traced.model, _inputs_at(traced, lengths), always=True) as leaves:
         counts = count_flops_and_bytes(traced, traced.effects, leaves, samples)
-    none = (Seconds(), Seconds(), ZERO_FORMULA, ZERO_FORMULA)
-    nodes = tuple(
-        replace(
-            NodeCost(node.name, *none),
-            flops=counts.nodes[node].flops,
-            backward_flops=counts.nodes[node].backward_flops,
-            saved_bytes=counts.nodes[node].saved_bytes,
-            working_bytes=counts.nodes[node].working_bytes,
-        )
-        for node in traced.nodes
-    )
-    point = size_point(samples, lengths)
+    nodes, point = tuple(counts.nodes[node] for node in traced.nodes), size_point(samples, lengths)
     profile, here = Profile(nodes, samples, traced.batch, "", saved=counts.saved, sizes=point.others), point.values
     sizes_of_stages, sizes_of_plan = formulas_of_sizes(traced, program, starts, [profile], samples, settings)
     stages = []

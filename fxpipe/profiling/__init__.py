@@ -15,6 +15,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -30,14 +31,12 @@ from fxpipe.profiling.formulas import (
     fit_seconds,
     grown_with_sizes,
     lengths_together,
-    output_bytes,
-    parameter_bytes,
     planned_lengths,
     size_point,
     size_polynomial,
     sizes_to_measure,
 )
-from fxpipe.profiling.loss_cost import LOSS_NAME, ExampleLoss, parse_loss
+from fxpipe.profiling.loss_cost import LOSS_NAME, LossOf, MicroBatchLoss, parse_loss
 from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes
 from fxpipe.profiling.node_timing import NodeTiming, Timings, dependents_of, measure
 from fxpipe.profiling.profile_data import ZERO_FORMULA, NodeCost, Profile, Seconds
@@ -51,7 +50,6 @@ from fxpipe.tracing.fake_tensors import (
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.parameter_offload import parameters_at_home
 from fxpipe.tracing.traced import Traced, attribute_tensor
-from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils import accelerator
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.polynomial import SizePoint, fit_counts, polynomial_sum
@@ -130,7 +128,7 @@ def profile(
         preserve_state(loss_fn) if isinstance(loss_fn, nn.Module) else contextlib.nullcontext(),
         with_fake_tensors(traced.model, inputs) as leaves,
     ):
-        loss = None if planned is None else ExampleLoss(traced, planned, traced.batch_of(leaves))
+        loss = None if planned is None else partial(MicroBatchLoss.of, traced, planned, traced.batch_of(leaves))
         place = _device_of_model(traced, leaves) if device is None else accelerator.parse_device("device", device)
         phase("counting operations")
         if is_faked() and chosen is None:
@@ -140,7 +138,7 @@ def profile(
 
             def estimate(leaves: Sequence[Any]) -> tuple[GraphCounts, Timings]:
                 counts = count_flops_and_bytes(traced, effects, leaves, micro_batch, loss is not None)
-                return counts, _estimates(effects, counts, points, chosen, loss)
+                return counts, _estimates(counts, points, chosen, loss)
 
             estimated = None
             if not is_faked():  # on fake tensors, unless the model needs values
@@ -163,9 +161,7 @@ def profile(
                     budget=budget,
                     loss=loss,
                 )
-    end, works = traced.graph.output_node(), _works(effects, counts, here)
-    parameters = parameter_bytes(traced)
-    outputs = output_bytes(traced, effects, {n: m.bytes for n, m in timings[here].items()}, micro_batch)
+    end = traced.graph.output_node()
     growing = {end} | dependents_of(traced, traced.batch_placeholders)
 
     def seconds(of: Callable[[NodeTiming], float], node: fx.Node, work: sympy.Expr) -> Seconds:
@@ -186,23 +182,9 @@ def profile(
         weight = seconds(lambda m: m.weight_seconds, node, backward_work)
         backward = seconds(lambda m: m.backward_seconds - m.weight_seconds, node, backward_work) + weight
         forward = seconds(lambda m: m.forward_seconds, node, work)
-        if lengths and chosen is not None:
-            forward, backward, weight = _growing_on(chosen, works[node], here, forward, backward, weight)
-        costs.append(
-            NodeCost(
-                node.name,
-                forward,
-                backward,
-                parameters[node],
-                outputs[node],
-                weight,
-                counted.flops,
-                counted.backward_flops,
-                counted.saved_bytes,
-                counted.working_bytes,
-                works[node],
-            )
-        )
+        if lengths and chosen is not None and counted.work is not None:
+            forward, backward, weight = _growing_on(chosen, counted.work, here, forward, backward, weight)
+        costs.append(replace(counted, forward=forward, backward=backward, weight=weight))
     of_loss = None
     if end in timings[here]:
         held = tuple((point.b, of[end].bytes) for point, of in timings.items() if end in of)
@@ -240,34 +222,24 @@ def _growing_on(
     return replace(forward, growing=ahead), replace(backward, growing=back), replace(weight, growing=of_weights)
 
 
-def _works(effects: Effects, counts: GraphCounts, here: SizePoint) -> dict[fx.Node, NodeWork]:
-    return {
-        node: work_of(tuple((point, run.probes[node].operations) for point, run in counts.runs.items()), here)
-        for node in effects.nodes
-    }
-
-
-def _estimates(
-    effects: Effects, counts: GraphCounts, points: Sequence[SizePoint], hardware: Hardware, loss: ExampleLoss | None
-) -> Timings:
+def _estimates(counts: GraphCounts, points: Sequence[SizePoint], hardware: Hardware, loss: LossOf | None) -> Timings:
     """Estimates the seconds of nodes at `points`, and of the loss at each run with their dynamic sizes."""
     here, *_ = points
-    bytes_of, works = counts.runs[here].value_bytes, _works(effects, counts, here)
+    works = {node: cost.work for node, cost in counts.nodes.items() if cost.work is not None}
     timings = {
-        point: {node: NodeTiming.estimated(works[node], bytes_of[node], hardware, point) for node in effects.nodes}
-        for point in points
+        point: {node: NodeTiming.estimated(work, hardware, point) for node, work in works.items()} for point in points
     }
     if loss is not None:
-        end = loss.traced.graph.output_node()
+        end = next(iter(counts.nodes)).graph.output_node()
         with in_fake_mode(), torch.inference_mode(False):
             probed = {
-                point: loss.of(run.outputs, point.b).probe()
+                point: loss(run.outputs, point.b).probe()
                 for point, run in counts.runs.items()
                 if point.others == here.others
             }
         work = work_of(tuple((point, ran) for point, (_, ran) in probed.items()), here)
         for point, (size, ran) in probed.items():
-            timings.setdefault(point, {})[end] = NodeTiming.estimated(work, size, hardware, point, ran)
+            timings.setdefault(point, {})[end] = NodeTiming.estimated(work, hardware, point, size, ran)
     return timings
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,11 +23,8 @@ import torch
 from torch import fx
 
 from fxpipe._torch.error_messages import has_no_way_back
-from fxpipe.profiling.node_kinds import NodeValue
 from fxpipe.tracing.interpreter import naming_node
-from fxpipe.tracing.node_arguments import set_node_device
 from fxpipe.tracing.tensors import bytes_in
-from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.utils import accelerator
 
 WINDOW_BYTES = 32 << 20  # bytes created by nodes with a pending backward
@@ -95,40 +92,6 @@ class BackwardQueue:
                 waiting.ends, waiting.starts, ones, waiting.totals, keeps_graph=waiting.then is not None
             )
         waiting.times.append(seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCall:
-    """The function that a working node calls, and its arguments: nodes and constants."""
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    is_method: bool
-
-    def bound(self, values: Mapping[fx.Node, NodeValue]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = fx.map_arg((self.args, self.kwargs), values.__getitem__)
-        if self.is_method:
-            return getattr(args[0], self.target), args[1:], kwargs
-        return self.target, args, kwargs
-
-
-def calls_on(traced: Traced, device: torch.device | None) -> dict[fx.Node, NodeCall]:
-    """Returns the calls of all working nodes, with the devices in their arguments replaced by `device`, if any."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    calls = {}
-    for node in traced.graph.nodes:
-        if node.op == "output":
-            continue
-        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-        if node.op in CALL_OPS:
-            if device is not None:
-                set_node_device(copy, device)
-            originals = {copies[n]: n for n in node.all_input_nodes}
-            args, kwargs = fx.map_arg((copy.args, copy.kwargs), originals.__getitem__)
-            calls[node] = NodeCall(copy.target, args, kwargs, copy.op == "call_method")
-    return calls
 
 
 _TICKS = 30

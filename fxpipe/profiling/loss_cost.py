@@ -31,6 +31,7 @@ from fxpipe.tracing.traced import Traced
 from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
+LossOf = Callable[[Mapping[fx.Node, Any], int], "MicroBatchLoss"]  # (values of the graph, samples) -> their loss
 LOSS_NAME = "loss"  # in the list of node names
 LOSS_NOTE = "fxpipe: loss_fn raised this when it was called to find out what it costs"
 
@@ -53,31 +54,6 @@ def parse_loss(loss_fn: Any, target: Any) -> PlannedLoss | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ExampleLoss:
-    """A planned loss of the outputs of a graph."""
-
-    traced: Traced
-    loss: PlannedLoss
-    batch: int  # samples of the example
-
-    def of(self, values: Mapping[fx.Node, Any], samples: int) -> MicroBatchLoss:
-        """Returns the loss of this number of samples, for these values of the graph."""
-        leaves = [*self.traced.outputs, *self.traced.pieces]
-        outputs = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-        for one in self.traced.combinations:
-            outputs[one.output] = one.of(outputs)
-        outputs = outputs[: len(self.traced.outputs)]
-        device = next((tensor.device for tensor in tensors_in(outputs)), None)
-
-        def beside_outputs(tensor: torch.Tensor) -> torch.Tensor:
-            return fake_if_active(tensor.detach()).to(tensor.device if device is None else device)
-
-        targets, spec = flatten(map_tensor_leaves(beside_outputs, self.loss.target))
-        part = slice_samples(targets, target_dims(targets, self.batch, rows_of_inputs(self.traced.in_dims)), 0, samples)
-        return MicroBatchLoss(self.traced, self.loss.function, tuple(outputs), pytree.tree_unflatten(part, spec))
-
-
-@dataclass(frozen=True, slots=True)
 class MicroBatchLoss:
     """The loss of one micro-batch."""
 
@@ -85,6 +61,24 @@ class MicroBatchLoss:
     function: Callable[..., Any]
     outputs: tuple[Any, ...]  # leaves of the model's output; they require grad if their gradients are needed
     target: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls, traced: Traced, loss: PlannedLoss, batch: int, values: Mapping[fx.Node, Any], samples: int
+    ) -> MicroBatchLoss:
+        """Returns the loss of this number of samples of an example with `batch`, for these values of the graph."""
+        outputs = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in (*traced.outputs, *traced.pieces)]
+        for one in traced.combinations:
+            outputs[one.output] = one.of(outputs)
+        outputs = outputs[: len(traced.outputs)]
+        device = next((tensor.device for tensor in tensors_in(outputs)), None)
+
+        def beside_outputs(tensor: torch.Tensor) -> torch.Tensor:
+            return fake_if_active(tensor.detach()).to(tensor.device if device is None else device)
+
+        targets, spec = flatten(map_tensor_leaves(beside_outputs, loss.target))
+        part = slice_samples(targets, target_dims(targets, batch, rows_of_inputs(traced.in_dims)), 0, samples)
+        return cls(traced, loss.function, tuple(outputs), pytree.tree_unflatten(part, spec))
 
     def __call__(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns the loss, and the outputs that its gradient goes to.

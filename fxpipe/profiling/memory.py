@@ -31,9 +31,17 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.profiling.formulas import other_lengths, planned_lengths, resize_inputs, size_point
+from fxpipe.profiling.flops import work_of
+from fxpipe.profiling.formulas import (
+    other_lengths,
+    output_bytes,
+    parameter_bytes,
+    planned_lengths,
+    resize_inputs,
+    size_point,
+)
 from fxpipe.profiling.probe import Probe
-from fxpipe.profiling.profile_data import SavedStorage
+from fxpipe.profiling.profile_data import NO_TIME, NodeCost, SavedStorage
 from fxpipe.profiling.saved_storages import INPUT_PLACE, ObservedStorage, StorageObservations, observe_storages
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import in_fake_mode, is_faked
@@ -104,18 +112,8 @@ def larger_formula(
 
 
 @dataclass(frozen=True, slots=True)
-class NodeCounts:
-    """Counts of one node; formulas in the batch size and the dynamic sizes."""
-
-    flops: sympy.Expr
-    backward_flops: sympy.Expr
-    saved_bytes: sympy.Expr  # storages kept for backward that no earlier node keeps; without model inputs
-    working_bytes: sympy.Expr  # see `working_bytes_of`
-
-
-@dataclass(frozen=True, slots=True)
 class GraphCounts:
-    nodes: Mapping[fx.Node, NodeCounts]
+    nodes: Mapping[fx.Node, NodeCost]  # without seconds
     saved: tuple[SavedStorage, ...]  # storages that autograd keeps, without the model's tensors
     runs: Mapping[SizePoint, StorageObservations] = field(default_factory=dict)  # by size, the micro-batch first
 
@@ -156,14 +154,25 @@ def count_flops_and_bytes(
         # A stage writes to clones of received values, so the last writer is the maker.
         maker = max((s.maker, *(w for w in s.writers if w <= s.savers[0])))
         entries.append(SavedStorage(size, maker, tuple(s.savers)))
-    nodes = map(
-        NodeCounts,
-        formula(lambda p: p.flops),
-        formula(lambda p: p.backward_flops),
-        (sum_formulas(tuple(bytes)) for bytes in saved),
-        working_bytes_of(storages, [*zip(forward, backward, strict=True)], traced.batch, samples, lengths),
-    )
-    return GraphCounts(dict(zip(effects.nodes, nodes, strict=True)), tuple(entries), runs)
+    parameters, outputs = parameter_bytes(traced), output_bytes(traced, effects, runs[here].value_bytes, samples)
+    flops, backward_flops = formula(lambda p: p.flops), formula(lambda p: p.backward_flops)
+    working = working_bytes_of(storages, [*zip(forward, backward, strict=True)], traced.batch, samples, lengths)
+    nodes = {
+        node: NodeCost(
+            node.name,
+            NO_TIME,
+            NO_TIME,
+            parameters[node],
+            outputs[node],
+            flops=flops[k],
+            backward_flops=backward_flops[k],
+            saved_bytes=sum_formulas(tuple(saved[k])),
+            working_bytes=working[k],
+            work=work_of(tuple((size, probe.operations) for size, probe in probes[k].items()), here),
+        )
+        for k, node in enumerate(effects.nodes)
+    }
+    return GraphCounts(nodes, tuple(entries), runs)
 
 
 def _storage_bytes(

@@ -24,7 +24,7 @@ import contextlib
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TypeAlias
@@ -34,16 +34,10 @@ from torch import fx
 
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.hardware import Hardware, NodeWork
-from fxpipe.profiling.backward_timing import (
-    BackwardQueue,
-    Clock,
-    NodeCall,
-    PendingBackward,
-    calls_on,
-)
+from fxpipe.profiling.backward_timing import BackwardQueue, Clock, PendingBackward
 from fxpipe.profiling.flops import NO_OPERATIONS, NodeOperations
 from fxpipe.profiling.formulas import planned_lengths, resize_inputs, size_point
-from fxpipe.profiling.loss_cost import ExampleLoss
+from fxpipe.profiling.loss_cost import LossOf
 from fxpipe.profiling.node_kinds import (
     MAX_SAMPLES,
     NEGLIGIBLE_SHARE,
@@ -58,6 +52,7 @@ from fxpipe.profiling.node_kinds import (
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.interpreter import naming_node
+from fxpipe.tracing.node_arguments import call_on_device
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.tensors import bytes_in, storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
@@ -78,14 +73,14 @@ class NodeTiming:
     forward_seconds: float
     backward_seconds: float
     weight_seconds: float  # the part of backward that computes gradients of parameters
-    bytes: int  # bytes of all returned tensors; for a loss, the peak bytes
+    bytes: int = 0  # the peak bytes of a loss
     ran: NodeOperations = NO_OPERATIONS  # the operations of a loss
 
     @classmethod
     def estimated(
-        cls, work: NodeWork, size: int, hardware: Hardware, at: SizePoint, ran: NodeOperations = NO_OPERATIONS
+        cls, work: NodeWork, hardware: Hardware, at: SizePoint, size: int = 0, ran: NodeOperations = NO_OPERATIONS
     ) -> NodeTiming:
-        """Estimates the seconds of operations; `size` is the bytes of the result."""
+        """Estimates the seconds of operations."""
         forward, backward, to_inputs = work.seconds(hardware, at.values)
         return cls(forward, backward, max(0.0, backward - to_inputs), size, ran)
 
@@ -106,11 +101,9 @@ class TimingRounds:
     keeps_outputs: bool = False  # for a loss
     samples: dict[Hashable, TimingSamples] = field(default_factory=dict)
     kind: dict[fx.Node, Hashable] = field(default_factory=dict)  # the key of its samples
-    bytes: dict[fx.Node, int] = field(default_factory=dict)
     values: dict[fx.Node, NodeValue] = field(
         default_factory=dict
     )  # alive in this round: tensors are leaves of autograd
-    _calls: dict[fx.Node, NodeCall] = field(init=False)
     _written: set[int | None] = field(init=False)  # alias classes
     _of_inputs: set[fx.Node] = field(init=False)  # nodes that depend on inputs, and so differ between micro-batches
     _number: Counter[Hashable] = field(default_factory=Counter)  # number of nodes of a kind
@@ -123,7 +116,6 @@ class TimingRounds:
     outputs: dict[fx.Node, NodeValue] = field(default_factory=dict)  # values of the model's output in the first round
 
     def __post_init__(self) -> None:
-        self._calls = calls_on(self.traced, self.device)
         self._back = BackwardQueue(self.clock, self.device)
         self._written = set().union(*self.effects.written_classes)
         self._of_inputs = dependents_of(self.traced, self.traced.placeholders.values())
@@ -159,7 +151,7 @@ class TimingRounds:
     def measured(self, node: fx.Node) -> NodeTiming:
         samples = self.samples[self.kind[node]]
         backward = samples.backward_seconds + self._sums_of[node]
-        return NodeTiming(samples.forward_seconds, backward, samples.weight_seconds, self.bytes[node])
+        return NodeTiming(samples.forward_seconds, backward, samples.weight_seconds)
 
     def _missing(self, kind: Hashable) -> int:
         """Returns the number of samples of a kind to take in the next round."""
@@ -186,8 +178,8 @@ class TimingRounds:
         if written and self._back:
             self._keep_waiting(written)
         if node not in self.kind:
-            call = self._calls[node]
-            kind = self.kind[node] = kind_of_node(self.traced, node, (call.args, call.kwargs), self.values, written)
+            _, *arguments = self._call(node)
+            kind = self.kind[node] = kind_of_node(self.traced, node, arguments, self.values, written)
             self._number[kind] += 1
             if kind not in self.samples:
                 # A user's hook may have visible side effects: it runs no more often than necessary.
@@ -200,19 +192,31 @@ class TimingRounds:
             result = self._sample(node, written, samples)
         if node not in self._sums_of:
             self._sums_of[node] = self._time_sums(node, place, written) if any(samples.gives_grad) else 0.0
-        if result is None and not node.users and not written and node in self.bytes:
+        if result is None and not node.users and not written:
             return
         if result is None or written:
-            function, args, kwargs = self._calls[node].bound(self.values)
+            function, args, kwargs = self._bound(node, self.values)
             # The Python of an opaque call runs as in training: it may register hooks on its results.
             without_graph = torch.no_grad() if written or info(node).opaque is None else contextlib.nullcontext()
             with set_thread_state(state_of(node)), without_graph:
                 result = (function(*args, **kwargs),)
         (value,) = result
-        self.bytes.setdefault(node, bytes_in(value))
         grads = iter(samples.gives_grad)
         self.values[node] = map_tensors_in(lambda t: t.detach().requires_grad_(next(grads)), value)
         self._spread_grad(written, samples.leaves_grad)
+
+    def _call(self, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        if self.device is None:
+            return node.target, node.args, node.kwargs
+        return call_on_device(node, self.device)
+
+    def _bound(
+        self, node: fx.Node, values: Mapping[fx.Node, NodeValue]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Returns the function that a node calls on the device, and its arguments."""
+        target, args, kwargs = self._call(node)
+        args, kwargs = fx.map_arg((args, kwargs), values.__getitem__)
+        return (getattr(args[0], target), args[1:], kwargs) if node.op == "call_method" else (target, args, kwargs)
 
     def _keep_waiting(self, written: Sequence[fx.Node]) -> None:
         """Keeps values of pending backwards unchanged: replaces them by copies, or runs the backwards first."""
@@ -289,7 +293,7 @@ class TimingRounds:
         if written:
             with torch.enable_grad():  # autograd forbids writes to a leaf, but not to its clone
                 values = {**values, **{n: map_tensors_in(torch.clone, values[n]) for n in written}}
-        function, args, kwargs = self._calls[node].bound(values)
+        function, args, kwargs = self._bound(node, values)
         state = state_of(node)
         if any(autocast.enabled for autocast in state.autocast):
             torch.clear_autocast_cache()  # a cached cast would make the next run cheaper
@@ -354,7 +358,7 @@ def measure(
     lengths: Iterable[Lengths] = (),
     repeats: int = 5,
     budget: float = 10.0,
-    loss: ExampleLoss | None = None,
+    loss: LossOf | None = None,
 ) -> Timings:
     """Measures every working node on the first samples of flattened inputs. The model is not changed.
 
@@ -407,7 +411,7 @@ def measure(
         of_loss = {}
         if loss is not None:
             for point, values in outputs.items():
-                call = loss.of(values, point.b)
+                call = loss(values, point.b)
                 of_loss[point] = NodeTiming(*call.seconds(clock, repeats), 0.0, *call.probe())
     timings = {point: {n: one.measured(n) for n in effects.nodes} for point, one in rounds.items()}
     for timing in (timing for point, timing in timings.items() if point != here):

@@ -57,13 +57,3 @@ def relay_routes(value_users: Mapping[ValueKey, Sequence[int]], placement: Seque
                 up[at - 1].append((source, name, target))
                 at -= 1
     return RelayRoutes(tuple(placement), tuple(map(tuple, down)), tuple(map(tuple, up)))
-
-
-def is_relayed_value(routes: RelayRoutes, users: Sequence[int], cut: int) -> bool:
-    """Returns whether a value with these users, sent across a cut, is not used on the receiving rank."""
-    return routes.placement[cut + 1] not in {routes.rank(user) for user in users}
-
-
-def is_relayed_gradient(routes: RelayRoutes, key: GradientKey, cut: int) -> bool:
-    """Returns whether a gradient, sent up across a cut, is relayed by the receiving rank."""
-    return routes.placement[cut] != routes.rank(key[2])

@@ -14,6 +14,7 @@ and W runs its autograd backward.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,40 +45,21 @@ class OperatorKind(NamedTuple):
     weight_gradients: Callable[..., WeightBiasGradients]  # (gradient, x, w, b, wants w, wants b, *options)
 
 
-def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool) -> OperatorResult:
-    if not _is_made_dense(x, wants_w):
-        return _operator_result(F.linear(x, w, b), x, wants_w)
-    flat = _as_matrix(x)
-    y = unsafe_view(F.linear(flat, w), (*x.shape[:-1], w.shape[0]))
-    if b is not None:
-        y = y.add_(b)
-    return OperatorResult(y, y, flat)
-
-
-def _matmul(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> OperatorResult:
-    if not _is_made_dense(x, wants_w):
-        return _operator_result(torch.matmul(x, w), x, wants_w)
-    flat = _as_matrix(x)
-    y = unsafe_view(flat.mm(w), (*x.shape[:-1], w.shape[1]))
-    return OperatorResult(y, y, flat)
-
-
-def _operator_result(y: torch.Tensor, x: torch.Tensor, wants_w: bool) -> OperatorResult:
+def _product(
+    function: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool
+) -> OperatorResult:
+    bias = () if b is None else (b,)
+    # `matmul` copies `x` if it has gaps and the second operand requires grad.
+    if function in (F.linear, torch.matmul) and wants_w and x.dim() > 2 and not x.is_contiguous():
+        flat = _as_matrix(x)
+        y = function(flat, w)
+        y = unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+        if b is not None:
+            y = y.add_(b)
+        return OperatorResult(y, y, flat)
+    y = function(x, w, *bias)
     base = base_of(y)  # `linear` returns a view of its product
     return OperatorResult(y, y if base is None else base, x if wants_w else None)
-
-
-def _is_made_dense(x: torch.Tensor, wants_w: bool) -> bool:
-    """Returns whether `matmul` would copy `x`, which has gaps, since its second operand requires grad."""
-    return wants_w and x.dim() > 2 and not x.is_contiguous()
-
-
-def _addmm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, wants_w: bool) -> OperatorResult:
-    return _operator_result(torch.addmm(b, x, w), x, wants_w)
-
-
-def _bmm(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> OperatorResult:
-    return _operator_result(torch.bmm(x, w), x, wants_w)
 
 
 def _linear_gradients(
@@ -111,10 +93,10 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
-LINEAR = OperatorKind("linear", _linear, _linear_gradients)
-MATMUL = OperatorKind("matmul", _matmul, _matmul_gradients)
-ADDMM = OperatorKind("addmm", _addmm, _matmul_gradients)
-BMM = OperatorKind("bmm", _bmm, _bmm_gradients)
+LINEAR = OperatorKind("linear", functools.partial(_product, F.linear), _linear_gradients)
+MATMUL = OperatorKind("matmul", functools.partial(_product, torch.matmul), _matmul_gradients)
+ADDMM = OperatorKind("addmm", functools.partial(_product, lambda x, w, b: torch.addmm(b, x, w)), _matmul_gradients)
+BMM = OperatorKind("bmm", functools.partial(_product, torch.bmm), _bmm_gradients)
 
 
 def convolution_kind(function: Callable[..., torch.Tensor], transposed: bool) -> OperatorKind:

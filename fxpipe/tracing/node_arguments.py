@@ -55,7 +55,12 @@ def container_of(node: fx.Node) -> fx.Node | None:
 
 
 def set_node_device(node: fx.Node, device: torch.device) -> None:
-    """Replaces every device among a node's arguments, and adds it to a factory without one."""
+    """Sets what a node calls to its call on a device."""
+    node.target, node.args, node.kwargs = call_on_device(node, device)
+
+
+def call_on_device(node: fx.Node, device: torch.device) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Returns target and arguments of a node with each device replaced; a factory without one gets it."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -64,16 +69,17 @@ def set_node_device(node: fx.Node, device: torch.device) -> None:
             return type(value)(map(replaced, value))
         return value
 
-    node.args = tuple(map(replaced, node.args))
-    node.kwargs = {key: replaced(value) for key, value in node.kwargs.items()}
-    if node.kwargs.get("device") is not None:  # a name ("cuda:0") or the number of a GPU
-        node.kwargs = {**node.kwargs, "device": device}
+    target, args = node.target, tuple(map(replaced, node.args))
+    kwargs = {key: replaced(value) for key, value in node.kwargs.items()}
+    if kwargs.get("device") is not None:  # a name ("cuda:0") or the number of a GPU
+        kwargs["device"] = device
     if node.op == "call_method":
-        if node.target in ("cpu", accelerator_type()):
-            node.target, node.args, node.kwargs = "to", (node.args[0], device), {}
-        elif node.target == "to" and len(node.args) > 1 and isinstance(node.args[1], (str, int)):
-            node.args = (node.args[0], device, *node.args[2:])
-    elif node.kwargs.get("device") is None and device.type != "cpu":
-        is_of_torch = str(getattr(node.target, "__module__", None) or "torch").startswith("torch")
-        if is_of_torch and opname(node.target) in _FACTORIES:
-            node.kwargs = {**node.kwargs, "device": device}
+        if target in ("cpu", accelerator_type()):
+            return "to", (args[0], device), {}
+        if target == "to" and len(args) > 1 and isinstance(args[1], (str, int)):
+            args = (args[0], device, *args[2:])
+    elif kwargs.get("device") is None and device.type != "cpu":
+        is_of_torch = str(getattr(target, "__module__", None) or "torch").startswith("torch")
+        if is_of_torch and opname(target) in _FACTORIES:
+            kwargs["device"] = device
+    return target, args, kwargs

@@ -18,11 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxpipe.profiling.formulas import output_bytes
 from fxpipe.profiling.memory import (
     GraphCounts,
-    NodeCounts,
     larger_formula,
     working_bytes_of,
 )
 from fxpipe.profiling.probe import OperationCounter
+from fxpipe.profiling.profile_data import NodeCost
 from fxpipe.profiling.saved_storages import ObservedStorage, StorageLabel
 from fxpipe.tracing import Traced, trace
 from fxpipe.tracing.node_info import info
@@ -35,7 +35,7 @@ def count_of(model: nn.Module, *args: Any, samples: int = 3, **options: Any) -> 
     return traced, counted(traced, leaves_of(args), samples)
 
 
-def by_name(counts: GraphCounts) -> dict[str, NodeCounts]:
+def by_name(counts: GraphCounts) -> dict[str, NodeCost]:
     return {node.name: found for node, found in counts.nodes.items()}
 
 
@@ -141,7 +141,7 @@ def test_temporaries_are_what_is_gone_when_a_node_has_run() -> None:
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
             return torch.cat([grad] * 3, 1)[:, :4].exp(), None
 
-    def steps(times: int) -> tuple[sympy.Symbol, NodeCounts]:
+    def steps(times: int) -> tuple[sympy.Symbol, NodeCost]:
         traced, counts = count_of(Of(lambda m, x: Steps.apply(m.linear(x), times)), torch.randn(3, 4))
         return traced.batch, by_name(counts)["Steps"]
 

@@ -5,11 +5,10 @@ import itertools
 import math
 import random
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any
 
 import pytest
-import sympy
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
@@ -20,12 +19,12 @@ from torch import fx, nn
 import fxpipe
 from fxpipe import profiling
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import NodeWork
 from fxpipe.profiling import NodeCost, Profile, profile
 from fxpipe.profiling.backward_timing import Clock
-from fxpipe.profiling.memory import GraphCounts, NodeCounts
+from fxpipe.profiling.memory import GraphCounts
 from fxpipe.profiling.node_timing import TimingRounds
-from fxpipe.tracing import trace
+from fxpipe.profiling.profile_data import NO_TIME, ZERO_FORMULA
+from fxpipe.tracing import Traced, trace
 
 
 class Function(nn.Module):
@@ -143,9 +142,12 @@ def test_nothing_goes_back_where_nothing_requires_grad() -> None:
 @pytest.fixture
 def only_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is counted or noted beside it, which takes runs of its own."""
-    monkeypatch.setattr(profiling, "work_of", lambda *_: NodeWork())
-    nothing = NodeCounts(*(sympy.Integer(0),) * 4)
-    monkeypatch.setattr(profiling, "count_flops_and_bytes", lambda *_: GraphCounts(defaultdict(lambda: nothing), ()))
+
+    def nothing(traced: Traced, *_: Any) -> GraphCounts:
+        costs = {n: NodeCost(n.name, NO_TIME, NO_TIME, ZERO_FORMULA, ZERO_FORMULA) for n in traced.nodes}
+        return GraphCounts(costs, ())
+
+    monkeypatch.setattr(profiling, "count_flops_and_bytes", nothing)
 
 
 def run_all_rounds(rounds: TimingRounds) -> None:
