@@ -50,7 +50,7 @@ from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
 from fxpipe.rewriting.stage_callables import make_stage_callable
 from fxpipe.tracing.graph_text import node_expression, short_source_line
 from fxpipe.tracing.node_arguments import container_of, set_node_device
-from fxpipe.tracing.node_info import WriteOrder, info, opaque_call_of, random_draws_of, state_of, update_info
+from fxpipe.tracing.node_info import info, opaque_call_of, random_draws_of, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import running_statistics
 
@@ -325,7 +325,10 @@ class _StageBuilder:
             ordinal, copy = self.ordinals.get(node), self.copies[node]
             if node.name in self.deferring.norms:
                 mean, var = (str(n.target) for n in running_statistics(node))
-                self.statistics.append(defer_batch_norm(copy, (mean, var)))
+                copy.target = defer_batch_norm(copy.target, (mean, var))  # type: ignore[arg-type]
+                self.copies[node] = self._call(operator.getitem, (copy, 0), f"{node.name}_value")
+                self.copies[node].meta = dict(copy.meta)
+                self.statistics.append((self._call(operator.getitem, (copy, 1), f"{node.name}_statistics"),))
             elif node.name in self.deferring.whole:
                 copy.target = defer_in_opaque_call(node.target, node)  # type: ignore[arg-type]
                 self.statistics.append(self._call(operator.getitem, (copy, -1), f"{node.name}_statistics"))
@@ -360,12 +363,6 @@ class _StageBuilder:
                 value = self._call(stash, (value, node.name), f"{node.name}_stashed")
             values.append(value)
         self.graph.output((*values, *(self.copies[node] for node in assigns.values()), *self.statistics))
-        effects = self.cut.effects
-        last: dict[int | None, int] = {
-            alias: place for place, aliases in enumerate(effects.written_classes) for alias in aliases
-        }
-        for node, copy in self.copies.items():
-            update_info(copy, writes=WriteOrder(effects.place.get(node, -1), last.get(effects.alias[node], -1)))
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
         return self.graph.create_node("call_function", function, args, name=name)

@@ -99,7 +99,7 @@ def _undeferrable_reason(
         return "tracks its running statistics in a part of a buffer, or in a value that forward has made"
     if any(str(s.target) in traced.assigned for s in statistics):
         return "tracks running statistics that forward also sets"
-    if isinstance(_bound_norm_arguments(norm)["momentum"], fx.Node):
+    if isinstance(named_arguments(norm).get("momentum"), fx.Node):
         return "has a momentum that depends on the size of the batch"
     classes = {effects.alias[s] for s in statistics}
     for node, written in zip(effects.nodes, effects.written_classes, strict=True):
@@ -111,10 +111,6 @@ def _undeferrable_reason(
     if any(isinstance(o, fx.Node) and effects.alias.get(o) in classes for o in traced.handed_out):
         return "tracks running statistics that forward returns"
     return None
-
-
-def _bound_norm_arguments(norm: fx.Node) -> dict[str, Any]:
-    return _NORM_DEFAULTS | named_arguments(norm)
 
 
 def _is_counter(attribute: fx.Node, tracking: set[str], whole: set[fx.Node], traced: Traced, effects: Effects) -> bool:
@@ -131,35 +127,22 @@ def _is_counter(attribute: fx.Node, tracking: set[str], whole: set[fx.Node], tra
     return path in tracking and bool(writers) and all(set(n.all_input_nodes) <= {attribute} for n in writers)
 
 
-def values_per_channel(input: torch.Tensor) -> int:
-    """Counts the values of each channel that batch norm normalises together."""
-    return input.numel() // max(input.size(1), 1)
+def _untracked(function: Any, arguments: dict[str, Any], names: tuple[str, str]) -> tuple[Any, BatchStatistics]:
+    """Runs batch norm that tracks nothing; returns its result, and the statistics of its input."""
+    x, momentum = arguments["input"], arguments["momentum"]
+    mean, var = torch.zeros_like(arguments["running_mean"]), torch.zeros_like(arguments["running_var"])
+    result = function(**arguments | {"running_mean": mean, "running_var": var, "momentum": 1.0})
+    return result, (*names, x.numel() // max(x.size(1), 1), mean, var, momentum)
 
 
-def defer_batch_norm(norm: fx.Node, names: tuple[str, str]) -> Any:
-    """Makes a batch norm in the graph of a stage track nothing; returns the statistics, as an output of the stage."""
-    arguments, graph = _bound_norm_arguments(norm), norm.graph
-    with graph.inserting_before(norm):
-        count, mean, var = (
-            graph.create_node("call_function", function, (arguments[argument],), name=f"{norm.name}_{name}")
-            for name, function, argument in (
-                ("count", values_per_channel, "input"),
-                ("mean", torch.zeros_like, "running_mean"),
-                ("var", torch.zeros_like, "running_var"),
-            )
-        )
-    norm.args, norm.kwargs = _untracked_arguments(norm.target, arguments, mean, var)
-    return ((*names, count, mean, var, arguments["momentum"]),)
+def defer_batch_norm(function: Callable[..., Any], names: tuple[str, str]) -> Callable[..., Any]:
+    """Makes batch norm in the graph of a stage a function that tracks nothing, and also returns the statistics."""
 
+    def untracked_batch_norm(*args: Any, **kwargs: Any) -> tuple[Any, BatchStatistics]:
+        arguments = _NORM_DEFAULTS | dict(zip(_NORM_PARAMETERS[function], args, strict=False)) | kwargs
+        return _untracked(function, arguments, names)
 
-def _untracked_arguments(
-    function: Any, arguments: dict[str, Any], mean: Any, var: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns arguments for which batch norm writes the statistics of its input to `mean` and `var`."""
-    changed = arguments | {"running_mean": mean, "running_var": var, "momentum": 1.0}
-    if function is F.batch_norm:
-        return (changed.pop("input"), changed.pop("running_mean"), changed.pop("running_var")), changed
-    return tuple(changed[name] for name in _NORM_PARAMETERS[function]), {}
+    return untracked_batch_norm
 
 
 def defer_in_opaque_call(function: Callable[..., Any], node: fx.Node) -> Callable[..., Any]:
@@ -197,11 +180,8 @@ class _BatchNormCatcher(TorchFunctionMode):
         names = [self._name_of(s) for s in statistics if s is not None] if arguments["training"] else []
         if len(names) < 2 or names[0] is None or names[1] is None:
             return func(*args, **kwargs)
-        mean, var = map(torch.zeros_like, statistics)
-        args, changed = _untracked_arguments(func, arguments, mean, var)
-        result = func(*args, **changed)
-        count = values_per_channel(arguments["input"])
-        self.statistics.append((names[0], names[1], count, mean, var, arguments["momentum"]))
+        result, of_input = _untracked(func, arguments, (names[0], names[1]))
+        self.statistics.append(of_input)
         return result
 
     def _name_of(self, statistic: torch.Tensor) -> str | None:

@@ -79,14 +79,6 @@ class OpaqueCall:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteOrder:
-    """Indices in the model's graph of the node that computes a stage's value, and of the last write to its memory."""
-
-    place: int  # -1: an input, a parameter, a buffer
-    last_write: int  # -1: no write
-
-
-@dataclass(frozen=True, slots=True)
 class TensorShape:
     """A tensor of a node, with sizes in the batch size `b`."""
 
@@ -124,7 +116,6 @@ class NodeInfo:
     is_float_number: bool = False
     is_data_dependent: bool = False  # do its number or sizes depend on values of tensors?
     attribute: str = ""  # for an input of a stage: its parameter or buffer
-    writes: WriteOrder | None = None
 
     @property
     def shapes(self) -> tuple[TensorShape, ...]:
