@@ -191,7 +191,7 @@ def _replicas(plan: PlanData) -> str:
     """Formats the number of replicas of each stage, if chosen by PipeDream's planner or if replicas take turns."""
     if plan.balance != "pipedream" and not plan.turns:
         return ""
-    from fxpipe.scheduling import is_stream
+    from fxpipe.scheduling.streams import is_stream
 
     replicas = f"replicas {'-'.join(map(str, plan.replicas))}"
     if plan.turns:

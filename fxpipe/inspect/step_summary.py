@@ -17,8 +17,9 @@ from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.data import PlannedTransfer
 from fxpipe.planning.plans.retarget import resize_plan
 from fxpipe.planning.tuning.candidates import Tuning
-from fxpipe.scheduling import SCHEDULES, is_stream, steady_micro_batches
+from fxpipe.scheduling import SCHEDULES
 from fxpipe.scheduling.actions import ActionKind
+from fxpipe.scheduling.streams import is_stream, steady_micro_batches
 from fxpipe.simulation import Simulation
 from fxpipe.simulation.timeline import timeline_lines
 from fxpipe.utils.text_table import bytes_of_limit, text_width, wrap_text

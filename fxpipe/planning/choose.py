@@ -37,8 +37,9 @@ from fxpipe.planning.plans.retarget import MESSAGE_SECONDS, action_seconds, inte
 from fxpipe.planning.replication import pipedream_starts
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
-from fxpipe.scheduling import SCHEDULES, is_stream, make_schedule
+from fxpipe.scheduling import SCHEDULES, make_schedule
 from fxpipe.scheduling.row_transforms import neighbour_groups
+from fxpipe.scheduling.streams import is_stream
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, simulate_stream, transfers_of
 from fxpipe.tracing import Traced
 from fxpipe.tracing.node_info import info

@@ -15,13 +15,8 @@ from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, St
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.plans.retarget import LOOPBACK
 from fxpipe.profiling import Profile
-from fxpipe.scheduling import (
-    activations_in_flight,
-    make_schedule,
-    micro_batches_in_flight,
-    steady_micro_batches,
-    weight_versions,
-)
+from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
+from fxpipe.scheduling.streams import steady_micro_batches, weight_versions
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.node_info import bytes_at, bytes_formula, info
 from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes

@@ -42,7 +42,7 @@ from fxpipe.profiling.memory import count_flops_and_bytes
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.program import PIPE_INPUT, value_users
 from fxpipe.rewriting.relay_routes import relay_routes
-from fxpipe.scheduling import schedule_text
+from fxpipe.scheduling.factory import schedule_text
 from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import evaluating_modules

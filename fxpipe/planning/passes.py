@@ -28,7 +28,7 @@ from fxpipe.planning.plans.retarget import resize_plan
 from fxpipe.profiling import Profile, profile
 from fxpipe.profiling.profile_data import profile_for
 from fxpipe.rewriting import Program, forbidden_cuts, split_into_stages
-from fxpipe.scheduling import schedule_text
+from fxpipe.scheduling.factory import schedule_text
 from fxpipe.tracing import Traced, trace, trace_unverified
 from fxpipe.tracing.cache_key import in_mode
 from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims

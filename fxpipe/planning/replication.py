@@ -35,7 +35,7 @@ from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.plans.retarget import LOOPBACK
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
-from fxpipe.scheduling import is_stream
+from fxpipe.scheduling.streams import is_stream
 from fxpipe.tracing import Traced
 
 NO_PINS = "balance='pipedream' cannot heed pins; leave balance out, or write 'optimal'"

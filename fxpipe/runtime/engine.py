@@ -39,8 +39,8 @@ from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs, gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.step_record import StepNotes, StepRecord, step_record_of
 from fxpipe.runtime.transport import Transport, leaves_on_device
-from fxpipe.scheduling import backward_part, forward_part, with_updates
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
+from fxpipe.scheduling.row_transforms import backward_part, forward_part, with_updates
 from fxpipe.scheduling.validation import check_order
 from fxpipe.utils import accelerator
 from fxpipe.utils.batch_split import rows_of_inputs

@@ -63,34 +63,10 @@ from fxpipe.scheduling.builtin import (
     zero_bubble,
     zero_bubble_2p,
 )
-from fxpipe.scheduling.factory import (
-    ScheduleLike,
-    as_schedule_like,
-    check_placement,
-    make_schedule,
-    parse_schedule,
-    placement_of,
-    schedule_text,
-)
+from fxpipe.scheduling.factory import ScheduleLike, make_schedule, parse_schedule
 from fxpipe.scheduling.registry import SCHEDULES
-from fxpipe.scheduling.row_transforms import (
-    CHECKPOINTS,
-    Checkpoint,
-    backward_part,
-    forward_part,
-    round_robin,
-    with_updates,
-)
-from fxpipe.scheduling.streams import (
-    STREAM_POLICIES,
-    SteadyWindow,
-    StreamSchedule,
-    WeightPolicy,
-    is_stream,
-    steady_micro_batches,
-    stream_schedule,
-    weight_versions,
-)
+from fxpipe.scheduling.row_transforms import CHECKPOINTS, Checkpoint, round_robin
+from fxpipe.scheduling.streams import STREAM_POLICIES, StreamSchedule, WeightPolicy
 from fxpipe.scheduling.v_schedules import dualpipev, v_half, v_min, zbv
 from fxpipe.scheduling.validation import activations_in_flight, dependencies, micro_batches_in_flight, validate
 
@@ -104,37 +80,25 @@ __all__ = [
     "Rows",
     "Schedule",
     "ScheduleLike",
-    "SteadyWindow",
     "StreamSchedule",
     "WeightPolicy",
     "activations_in_flight",
-    "as_schedule_like",
-    "backward_part",
-    "check_placement",
     "clock_cycles",
     "dependencies",
     "dualpipev",
-    "forward_part",
     "gpipe",
     "inference",
     "interleaved_1f1b",
     "interleaved_zero_bubble",
-    "is_stream",
     "make_schedule",
     "micro_batches_in_flight",
     "one_f_one_b",
     "parse_schedule",
-    "placement_of",
     "round_robin",
-    "schedule_text",
     "split_backwards",
-    "steady_micro_batches",
-    "stream_schedule",
     "v_half",
     "v_min",
     "validate",
-    "weight_versions",
-    "with_updates",
     "zbv",
     "zero_bubble",
     "zero_bubble_2p",

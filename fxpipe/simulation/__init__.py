@@ -30,7 +30,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxpipe.scheduling import ActionKind, Schedule, SteadyWindow, stream_schedule, validate
+from fxpipe.scheduling import ActionKind, Schedule, validate
+from fxpipe.scheduling.streams import SteadyWindow, stream_schedule
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer, check_costs, transfers_of
 from fxpipe.simulation.events import ReductionSpan
 from fxpipe.simulation.simulation_result import CriticalLeg, MemoryFit, Simulation, SteadyState, simulate_checked

@@ -17,18 +17,8 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware, parse_hardware
 from fxpipe.partitioning.manual_cuts import is_by_names
 from fxpipe.profiling import Profile
-from fxpipe.scheduling import (
-    CHECKPOINTS,
-    SCHEDULES,
-    STREAM_POLICIES,
-    ActionKind,
-    Schedule,
-    ScheduleLike,
-    as_schedule_like,
-    check_placement,
-    make_schedule,
-    placement_of,
-)
+from fxpipe.scheduling import CHECKPOINTS, SCHEDULES, STREAM_POLICIES, ActionKind, Schedule, ScheduleLike, make_schedule
+from fxpipe.scheduling.factory import as_schedule_like, check_placement, placement_of
 from fxpipe.utils import accelerator
 from fxpipe.utils.units import parse_count, with_article
 

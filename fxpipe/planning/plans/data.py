@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING
 from fxpipe.cluster import Cluster
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Operation
-from fxpipe.scheduling import (
-    Schedule,
-    activations_in_flight,
-    make_schedule,
-    micro_batches_in_flight,
-    steady_micro_batches,
-    weight_versions,
-)
+from fxpipe.scheduling import Schedule, activations_in_flight, make_schedule, micro_batches_in_flight
+from fxpipe.scheduling.streams import steady_micro_batches, weight_versions
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer, stage_memory
 from fxpipe.utils.polynomial import ZERO, Polynomial
 from fxpipe.utils.units import parse_count

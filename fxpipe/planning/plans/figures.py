@@ -8,7 +8,8 @@ from statistics import fmean
 
 from fxpipe.planning.plans.data import HeaviestNode, PlanData, Portal, StagePlan
 from fxpipe.planning.plans.retarget import interpreter_has_lock
-from fxpipe.scheduling import is_stream, with_updates
+from fxpipe.scheduling.row_transforms import with_updates
+from fxpipe.scheduling.streams import is_stream
 from fxpipe.simulation import Simulation, simulate_schedule, simulate_stream
 
 LEAST_LIMITING_SHARE = 0.75  # share of the slowest stage's seconds from which a node limits the balance

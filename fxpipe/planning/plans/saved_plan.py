@@ -11,7 +11,8 @@ from fxpipe.errors import ArgumentError, FxpipeError
 from fxpipe.planning.plans.data import PlanData
 from fxpipe.planning.plans.figures import simulate_step
 from fxpipe.planning.plans.retarget import resize_plan
-from fxpipe.scheduling import CHECKPOINTS, as_schedule_like
+from fxpipe.scheduling import CHECKPOINTS
+from fxpipe.scheduling.factory import as_schedule_like
 from fxpipe.simulation import MemoryFit
 from fxpipe.simulation.costs import check_costs
 from fxpipe.utils.files import dataclass_from_json, dataclass_to_json, write_atomically

@@ -13,15 +13,9 @@ from fxpipe.hardware import Hardware, check_device_count, cluster_of, parse_hard
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.figures import simulate_step
 from fxpipe.planning.plans.retarget import place_plan, resize_plan, retarget_plan
-from fxpipe.scheduling import (
-    SCHEDULES,
-    Schedule,
-    ScheduleLike,
-    as_schedule_like,
-    is_stream,
-    make_schedule,
-    schedule_text,
-)
+from fxpipe.scheduling import SCHEDULES, Schedule, ScheduleLike, make_schedule
+from fxpipe.scheduling.factory import as_schedule_like, schedule_text
+from fxpipe.scheduling.streams import is_stream
 from fxpipe.simulation.simulation_result import Simulation
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.units import parse_count, parse_number, with_article

@@ -33,15 +33,9 @@ from fxpipe.planning.passes import PreparedGraph, ProfiledModel, cut_profiled, p
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.retarget import action_seconds
 from fxpipe.planning.plans.simulate_plan import simulate, vary_plan
-from fxpipe.scheduling import (
-    SCHEDULES,
-    Schedule,
-    ScheduleLike,
-    check_placement,
-    is_stream,
-    make_schedule,
-    micro_batches_in_flight,
-)
+from fxpipe.scheduling import SCHEDULES, Schedule, ScheduleLike, make_schedule, micro_batches_in_flight
+from fxpipe.scheduling.factory import check_placement
+from fxpipe.scheduling.streams import is_stream
 from fxpipe.simulation import Simulation, StageCost, simulate_schedule, simulate_stream
 from fxpipe.tracing.node_info import bytes_at
 from fxpipe.tracing.tensors import tensor_bytes

@@ -20,7 +20,8 @@ from fxpipe.errors import StateError
 from fxpipe.optim import StageOptimizer
 from fxpipe.runtime.bound_program import StageReplica
 from fxpipe.runtime.stage_updates import actions_before_updates, update_rows
-from fxpipe.scheduling import make_schedule, validate, with_updates
+from fxpipe.scheduling import make_schedule, validate
+from fxpipe.scheduling.row_transforms import with_updates
 
 QUICK = {"progress": False}
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 2), (3,)]

@@ -14,8 +14,8 @@ from fxpipe.scheduling import (
     micro_batches_in_flight,
     parse_schedule,
     validate,
-    with_updates,
 )
+from fxpipe.scheduling.row_transforms import with_updates
 from fxpipe.simulation import StageCost, simulate_schedule
 
 REPLICAS = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 3), (4, 2), (1, 3, 1), (2, 1, 3), (3, 2, 1, 2)]

@@ -21,15 +21,13 @@ from fxpipe.scheduling import (
     Action,
     ActionKind,
     Schedule,
-    backward_part,
     clock_cycles,
     dependencies,
-    forward_part,
     make_schedule,
     parse_schedule,
     validate,
 )
-from fxpipe.scheduling.row_transforms import with_recompute
+from fxpipe.scheduling.row_transforms import backward_part, forward_part, with_recompute
 
 TWO_STAGES_PER_DEVICE = """
     0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0

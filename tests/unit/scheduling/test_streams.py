@@ -15,10 +15,9 @@ from fxpipe.scheduling import (
     WeightPolicy,
     dependencies,
     micro_batches_in_flight,
-    stream_schedule,
     validate,
-    weight_versions,
 )
+from fxpipe.scheduling.streams import stream_schedule, weight_versions
 from fxpipe.simulation import StageCost, simulate_schedule
 
 SIZES = ([1] * 9, [2] * 6, [4] * 5, [3, 1, 2, 5, 1])

@@ -20,9 +20,9 @@ from fxpipe.scheduling import (
     make_schedule,
     micro_batches_in_flight,
     parse_schedule,
-    placement_of,
     validate,
 )
+from fxpipe.scheduling.factory import placement_of
 from fxpipe.simulation import StageCost, simulate_schedule
 
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}

@@ -8,7 +8,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.inspect.step_summary import compare_schedules, schedule_outcomes, step_text, summaries_text
-from fxpipe.scheduling import ActionKind, SteadyWindow, stream_schedule, validate
+from fxpipe.scheduling import ActionKind, validate
+from fxpipe.scheduling.streams import SteadyWindow, stream_schedule
 from fxpipe.simulation import StageCost, Transfer, simulate_stream
 from fxpipe.simulation.simulation_result import simulate_checked
 

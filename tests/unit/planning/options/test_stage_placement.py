@@ -11,7 +11,8 @@ import fxpipe
 from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.planning.options.parse import TRAINING_SCHEDULES
 from fxpipe.planning.plans.figures import simulate_step
-from fxpipe.scheduling import make_schedule, micro_batches_in_flight, steady_micro_batches
+from fxpipe.scheduling import make_schedule, micro_batches_in_flight
+from fxpipe.scheduling.streams import steady_micro_batches
 
 LOOPED = ["interleaved_1f1b", "interleaved_zero_bubble"]
 V_SHAPED = ["zbv", "dualpipev", "v_half", "v_min"]
