@@ -2,6 +2,6 @@
 
 `cli` is the command, from its options (`cli_options`) through its work (`run`) to its output. A `table` is shown as
 text, in notebooks and in reports: `plan_text` has the tables of a plan, `step_summary` of steps, `tuning_text` of a
-tuner. `json_document` makes the JSON document, `report` an HTML page. Pictures are data (`scene`) that `svg` writes:
-`gantt` draws a step, `stage_graph` a plan, `memory_chart` memory.
+tuner. `json_document` makes the JSON document, `report` an HTML page. Pictures are data that `svg` writes:
+`gantt` draws a step with its memory, `stage_graph` a plan.
 """

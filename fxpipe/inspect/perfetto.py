@@ -18,10 +18,6 @@ PERFETTO_PROCESS = 1
 
 
 def perfetto_text(source: HasTimeline) -> str:
-    return json.dumps(perfetto_trace(source), separators=(",", ":"), allow_nan=False) + "\n"
-
-
-def perfetto_trace(source: HasTimeline) -> dict[str, Any]:
     step, arrows = source.as_step(), tuple(source.arrows())
     at = {span.action: span for span in step.spans}
     process = f"fxpipe {step.schedule}{', simulated' if step.is_simulated else ''}"
@@ -38,11 +34,9 @@ def perfetto_trace(source: HasTimeline) -> dict[str, Any]:
         for time, parts in memory.steps:
             sizes = {name: getattr(parts, name) for name in held}
             events.append({**common, "ts": round(time * 1e9) / 1e3, "args": sizes})
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"schedule": step.schedule, "seconds": step.seconds, "seconds left out": step.away},
-    }
+    others = {"schedule": step.schedule, "seconds": step.seconds, "seconds left out": step.away}
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": others}
+    return json.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def _metadata_event(what: str, device: int, **args: Any) -> dict[str, Any]:

@@ -62,20 +62,14 @@ class CutProblem:
         return stage_devices_of(self.settings, self.batch)
 
 
-def cut_problems(
-    traced: Traced, profiles: Sequence[Profile], batch: int, settings: Settings
-) -> Iterator[Callable[[], CutProblem]]:
-    """Yields, for each placement of stages, a function that creates its cut problem or raises `PartitionError`."""
-    chain = chain_of(traced, profiles, settings.largest_micro_batch(batch), forbidden_cuts(traced))
+def _node_sequence(traced: Traced, chain: Chain) -> NodeSequence:
     modules = tuple(info(node).module for node in traced.nodes)
     busy = enclosing_paths(modules)
     paths = [path for path, _ in traced.model.named_modules() if path and path not in busy]
     inside = {path: whole for path in paths for whole in traced.whole if path.startswith(f"{whole}.")}
     empty = {path: traced.ends.get(path) for path in paths if path not in inside}
     names = tuple(node.name for node in traced.nodes)
-    nodes = NodeSequence(node_costs_of(chain), names, modules, chain.forbidden_cuts, empty, inside)
-    for way in _fitting_placements(settings, nodes):
-        yield partial(_cut_problem, way, traced, chain, nodes, settings, profiles, batch)
+    return NodeSequence(node_costs_of(chain), names, modules, chain.forbidden_cuts, empty, inside)
 
 
 def node_costs_of(chain: Chain) -> tuple[float, ...]:
@@ -428,9 +422,12 @@ def choose_cut(
     `explains`: explain why nothing fits and name remedies, which takes longer than the search.
     """
     cuts, failures = list[Cut](), list[PartitionError]()
-    for make_problem in cut_problems(traced, profiles, batch, settings):
+    chain = chain_of(traced, profiles, settings.largest_micro_batch(batch), forbidden_cuts(traced))
+    nodes = _node_sequence(traced, chain)
+    for way in _fitting_placements(settings, nodes):
         try:
-            cuts += _candidate_cuts(make_problem(), explains)
+            problem = _cut_problem(way, traced, chain, nodes, settings, profiles, batch)
+            cuts += _candidate_cuts(problem, explains)
         except PartitionError as error:
             failures.append(error)
     if not cuts:

@@ -384,11 +384,6 @@ class PlanData:
         """The sizes for which seconds and bytes are given, by name: samples `b` of a micro-batch, dynamic sizes."""
         return {"b": self.micro_batch} | {one.name: one.size for one in self.sizes}
 
-    @property
-    def largest_sizes(self) -> dict[str, int]:
-        """The largest dynamic sizes, by name; they must fit within the memory limits."""
-        return {one.name: one.largest for one in self.sizes}
-
     def check_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Returns dynamic sizes by name; raises `ArgumentError` for an unknown or invalid size."""
         known = {one.name: one for one in self.sizes}

@@ -142,7 +142,8 @@ def _simulate_candidate(
     candidate: Candidate, plan: Plan, limits: MemoryLimits, others: Mapping[str, Any]
 ) -> CandidateResult:
     simulation = simulate(plan, updates=False)  # for a schedule that is not a stream, the update follows the step
-    largest = resize_plan(plan, plan.micro_batch, sizes=plan.largest_sizes)  # memory limits apply to the largest sizes
+    # Memory limits apply to the largest sizes.
+    largest = resize_plan(plan, plan.micro_batch, sizes={one.name: one.largest for one in plan.sizes})
     memory = tuple(held.peak for held in (simulation if largest is plan else simulate(largest)).memory)
     turns = plan.turns or (1,) * len(memory)
     own = [limit for limit, count in zip(limits, turns, strict=False) for _ in range(count)]  # one for each row

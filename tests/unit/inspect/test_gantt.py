@@ -9,7 +9,7 @@ import pytest
 from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, simulated
 
 from fxpipe.inspect.gantt import GANTT_MARGIN, MAX_BOXES, PANEL_COLOUR, TIMELINE_FORMATS, draw_gantt, gantt_layout
-from fxpipe.inspect.perfetto import perfetto_trace
+from fxpipe.inspect.perfetto import perfetto_text
 from fxpipe.inspect.style import KIND_COLOURS, RECEIVING_COLOUR
 from fxpipe.inspect.svg import Area, Bars, Line, Rect, Scene, Text, svg_of
 from fxpipe.runtime.step_record import ActionRecord, StepRecord
@@ -227,7 +227,7 @@ def test_every_format_is_written_whole(tmp_path):
 @pytest.mark.parametrize("name", ["two devices", "a V", "recompute"])
 def test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory(name):
     found = STEPS[name]()
-    events = perfetto_trace(found)["traceEvents"]
+    events = json.loads(perfetto_text(found))["traceEvents"]
     actions = [event for event in events if event["ph"] == "X"]
     assert len(actions) == len(found.spans)
     by_name = {span.action: span for span in found.spans}
