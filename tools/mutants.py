@@ -1815,13 +1815,13 @@ PLANS = (
     ),
     Mutant(
         "planning/plans/retarget.py",
-        "return max(0.0, known + float(formula.value(self.after) - formula.value(self.before)))",
-        "return known * self._times",
+        "return max(0.0, known + float(formula.value(after) - formula.value(before))) if formula else known * times",
+        "return known * times",
         "unit/planning/tuning/test_tuner.py::test_a_tiny_first_mini_batch_does_not_bind_later_ones",
     ),
     Mutant(
         "planning/plans/retarget.py",
-        "math.ceil(known * self._times)",
+        "math.ceil(known * times)",
         "known",
         "unit/planning/plans/test_resized_plans.py::test_bytes_without_a_formula_grow_in_proportion",
     ),

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,6 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.cluster import Link
 from fxpipe.hardware import NodeWork, Operation
 from fxpipe.partitioning.chain import flow_of_storage, kept_by_stage
 from fxpipe.planning.choose import Cut
@@ -35,7 +35,7 @@ from fxpipe.planning.plans.data import (
     StageWork,
     TiedParameter,
 )
-from fxpipe.planning.plans.retarget import LOOPBACK, MESSAGE_SECONDS, transfer_over_link
+from fxpipe.planning.plans.retarget import LOOPBACK, MESSAGE_SECONDS, place_transfer
 from fxpipe.profiling import NodeCost, Profile, Seconds
 from fxpipe.profiling.formulas import size_point, size_polynomial
 from fxpipe.profiling.memory import count_flops_and_bytes
@@ -299,13 +299,8 @@ def _planned_transfers(
     direction: values for later stages are relayed in the packets of the stages between (`relay_routes`), and so are
     inputs read by later stages and outputs of stages before the last.
     """
-    cluster, placement = settings.cluster, settings.placement
-
-    def over_link(way: PlannedTransfer, handed_over: Link | None = None) -> PlannedTransfer:
-        ends = placement[way.source], placement[way.target]
-        over = () if cluster is None else cluster.adapters(*ends)
-        return transfer_over_link(way, worker_link(settings, *ends) or handed_over, over)
-
+    placement = settings.placement
+    where = placement, settings.cluster, partial(worker_link, settings)
     receivers: dict[tuple[int, str], list[int]] = {}
     for j, stage in enumerate(program.stages):
         for value in stage.receives:
@@ -318,7 +313,8 @@ def _planned_transfers(
     sendings = []
     for ends, sizes in sorted(sizes_by_ends.items()):
         total = sum(size.at(here) for size in sizes)
-        sendings.append(over_link(PlannedTransfer(*ends, total, size=polynomial_sum(sizes), values=len(sizes))))
+        way = PlannedTransfer(*ends, total, size=polynomial_sum(sizes), values=len(sizes))
+        sendings.append(place_transfer(way, *where))
     users, packets = value_users(program), []
     routes = relay_routes(users, placement)
     for cut in (cut for cut in range(len(placement) - 1) if routes.crosses(cut)):
@@ -330,7 +326,7 @@ def _planned_transfers(
             size = polynomial_sum(formulas[name] for name, _ in parts)
             relayed = polynomial_sum(formulas[n] for n, stages in parts if receiver not in map(routes.rank, stages))
             packet = PlannedTransfer(*ends, size.at(here), handling=MESSAGE_SECONDS, size=size, relayed=relayed)
-            packets.append(over_link(packet, LOOPBACK))
+            packets.append(place_transfer(packet, *where, LOOPBACK))
     return {"sendings": tuple(sendings), "packets": tuple(packets)}
 
 

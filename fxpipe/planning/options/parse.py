@@ -176,9 +176,7 @@ def check_one_of(argument: str, value: Any, known: Sequence[str], others: str = 
 
 
 def parse_choices(argument: str, names: Any, known: Sequence[str]) -> tuple[str, ...]:
-    """Returns known names without duplicates; None: all of them."""
-    if names is None:
-        return tuple(known)
+    """Returns known names without duplicates."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ArgumentTypeError(f"{argument}={names!r}: expected a list with some of {', '.join(map(repr, known))}")
     if not names:

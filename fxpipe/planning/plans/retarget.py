@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -35,66 +35,52 @@ def resize_plan(
 
     `sizes`: dynamic sizes by name; others do not change.
     """
-    now = _Resizing(plan.here, {**plan.here, **sizes, "b": samples})
-    if now.before == now.after and checkpoint in (None, plan.checkpoint):
+    before, after = plan.here, {**plan.here, **sizes, "b": samples}
+    if before == after and checkpoint in (None, plan.checkpoint):
         return plan
     plan = plan if checkpoint is None else replace(plan, checkpoint=checkpoint)
-    heaviest = plan.heaviest
+    times, heaviest = samples / plan.micro_batch, plan.heaviest
+
+    def new_bytes(formula: Polynomial, known: int) -> int:
+        """Computes bytes by the formula; without one (a manual plan) in proportion to samples."""
+        return formula.at(after) if formula else math.ceil(known * times)
+
+    def new_seconds(known: float, formula: Polynomial) -> float:
+        """Computes seconds by the formula; without one in proportion to samples."""
+        return max(0.0, known + float(formula.value(after) - formula.value(before))) if formula else known * times
+
+    def resized(stage: StagePlan) -> StagePlan:
+        backward = new_seconds(stage.backward_seconds, stage.formulas.backward)
+        kept = stage.bytes.kept(plan.recomputes(stage.index))
+        return replace(
+            stage,
+            forward_seconds=new_seconds(stage.forward_seconds, stage.formulas.forward),
+            backward_seconds=backward,
+            # Still a part of backward after rounding.
+            weight_seconds=min(backward, new_seconds(stage.weight_seconds, stage.formulas.weight)),
+            loss_seconds=new_seconds(stage.loss_seconds, stage.formulas.loss),
+            activation_bytes=kept.at(after) + stage.bytes.held.at(after),
+            sent_bytes=new_bytes(stage.sent, stage.sent_bytes),
+        )
+
+    def resized_transfer(way: PlannedTransfer) -> PlannedTransfer:
+        size = new_bytes(way.size, way.bytes)
+        growing = (way.seconds - way.fixed_seconds) * (size / way.bytes if way.bytes else 1.0)
+        return replace(way, bytes=size, seconds=way.fixed_seconds + growing)
+
     return replace(
         plan,
-        stages=tuple(_resize_stage(stage, now, plan.recomputes(stage.index)) for stage in plan.stages),
-        portals=tuple(replace(p, bytes=now.bytes(p.size, p.bytes)) for p in plan.portals),
+        stages=tuple(map(resized, plan.stages)),
+        portals=tuple(replace(portal, bytes=new_bytes(portal.size, portal.bytes)) for portal in plan.portals),
         micro_batch=samples,
         bottlenecks=(),
-        sendings=tuple(_resize_transfer(way, now) for way in plan.sendings),
-        packets=tuple(_resize_transfer(way, now) for way in plan.packets),
-        heaviest=heaviest and replace(heaviest, seconds=now.seconds(heaviest.seconds, heaviest.formula)),
+        sendings=tuple(map(resized_transfer, plan.sendings)),
+        packets=tuple(map(resized_transfer, plan.packets)),
+        heaviest=heaviest and replace(heaviest, seconds=new_seconds(heaviest.seconds, heaviest.formula)),
         sizes=tuple(
-            replace(one, size=now.after[one.name], largest=max(one.largest, now.after[one.name])) for one in plan.sizes
+            replace(one, size=after[one.name], largest=max(one.largest, after[one.name])) for one in plan.sizes
         ),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Resizing:
-    """Sizes by name, including the samples of a micro-batch, before and after."""
-
-    before: Mapping[str, int]
-    after: Mapping[str, int]
-
-    def bytes(self, formula: Polynomial, known: int) -> int:
-        """Computes bytes by the formula; without one (a manual plan) in proportion to samples."""
-        return formula.at(self.after) if formula else math.ceil(known * self._times)
-
-    def seconds(self, known: float, formula: Polynomial) -> float:
-        """Computes seconds by the formula; without one in proportion to samples."""
-        if formula:
-            return max(0.0, known + float(formula.value(self.after) - formula.value(self.before)))
-        return known * self._times
-
-    @property
-    def _times(self) -> float:
-        return self.after["b"] / self.before["b"]
-
-
-def _resize_stage(stage: StagePlan, now: _Resizing, recomputes: bool) -> StagePlan:
-    backward = now.seconds(stage.backward_seconds, stage.formulas.backward)
-    return replace(
-        stage,
-        forward_seconds=now.seconds(stage.forward_seconds, stage.formulas.forward),
-        backward_seconds=backward,
-        # Still a part of backward after rounding.
-        weight_seconds=min(backward, now.seconds(stage.weight_seconds, stage.formulas.weight)),
-        loss_seconds=now.seconds(stage.loss_seconds, stage.formulas.loss),
-        activation_bytes=stage.bytes.kept(recomputes).at(now.after) + stage.bytes.held.at(now.after),
-        sent_bytes=now.bytes(stage.sent, stage.sent_bytes),
-    )
-
-
-def _resize_transfer(way: PlannedTransfer, now: _Resizing) -> PlannedTransfer:
-    size = now.bytes(way.size, way.bytes)
-    times = size / way.bytes if way.bytes else 1.0
-    return replace(way, bytes=size, seconds=way.fixed_seconds + (way.seconds - way.fixed_seconds) * times)
 
 
 # -- Host time, and other hardware -------------------------------------------------------------------------------------
@@ -177,13 +163,23 @@ def retarget_plan(plan: PlanT, hardware: Hardware, cluster: Cluster | None = Non
     )
 
 
-def transfer_over_link(way: PlannedTransfer, link: Link | None, over: tuple[str, ...]) -> PlannedTransfer:
-    """Returns the transfer with its seconds over this link; None: values are passed without a copy."""
-    fixed, whole = 0.0, 0.0
+def place_transfer(
+    way: PlannedTransfer,
+    placement: Sequence[int],
+    cluster: Cluster | None,
+    link_of: Callable[[int, int], Link | None],
+    handed_over: Link | None = None,
+) -> PlannedTransfer:
+    """Returns the transfer with its link and its seconds. Without a link, values are passed without a copy.
+
+    `link_of`: of two workers. `handed_over` is the link to use if values are passed within one process.
+    """
+    ends, fixed, whole = (placement[way.source], placement[way.target]), 0.0, 0.0
+    link = link_of(*ends) or handed_over
     if link is not None:
         fixed = way.values * link.latency
         whole = fixed + way.bytes / link.bytes_per_second
-    return replace(way, over=over, seconds=whole, fixed_seconds=fixed)
+    return replace(way, over=cluster.adapters(*ends) if cluster else (), seconds=whole, fixed_seconds=fixed)
 
 
 def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Hardware) -> StagePlan:
@@ -220,15 +216,10 @@ def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Har
 
 def place_plan(plan: PlanT, cluster: Cluster) -> PlanT:
     """Returns the plan with its devices, and the devices of its replicas, placed in a cluster."""
-
-    def placed(way: PlannedTransfer, handed_over: Link | None) -> PlannedTransfer:
-        ends = plan.placement[way.source], plan.placement[way.target]
-        return transfer_over_link(way, cluster.link(*ends) or handed_over, cluster.adapters(*ends))
-
-    sendings = tuple(placed(way, None) for way in plan.sendings)
-    return replace(
-        plan, cluster=cluster, sendings=sendings, packets=tuple(placed(way, LOOPBACK) for way in plan.packets)
-    )
+    where = plan.placement, cluster, cluster.link
+    sendings = tuple(place_transfer(way, *where) for way in plan.sendings)
+    packets = tuple(place_transfer(way, *where, LOOPBACK) for way in plan.packets)
+    return replace(plan, cluster=cluster, sendings=sendings, packets=packets)
 
 
 def replicas_in_turn(plan: PlanT, schedule: object) -> PlanT:

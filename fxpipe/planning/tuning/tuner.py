@@ -349,10 +349,7 @@ def _replica_settings(
 
 
 def _plans_of_replicas(
-    profiled: ProfiledModel,
-    ways: Sequence[Settings],
-    is_auto: bool,
-    memory_at_hand: Mapping[torch.device, int | None],
+    profiled: ProfiledModel, ways: Sequence[Settings], is_auto: bool, memory_at_hand: Mapping[torch.device, int | None]
 ) -> dict[tuple[int, tuple[str, str]], ModelPlans]:
     """Returns the plans of a replica for each number of replicas and each mesh to try, or raises if none can be."""
     plans, lacking = dict[tuple[int, tuple[str, str]], ModelPlans](), list[str]()
