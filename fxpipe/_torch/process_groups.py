@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -79,29 +78,22 @@ def communicator(backend: str, store: Store, rank: int, ranks: tuple[int, ...], 
     if backend in _OWN_BACKENDS:
         options = maker.Options()
         options._timeout, options.global_ranks_in_group, options.group_name = timeout, list(ranks), name
-        with _failures_left_to_us():
+        # Without NCCL's error handling: ranks report failures and abort instead.
+        variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        before = os.environ.get(variable)
+        os.environ[variable] = "0"
+        try:
             return maker(store, rank, len(ranks), options)
+        finally:
+            del os.environ[variable]
+            if before is not None:
+                os.environ[variable] = before
     if not maker.extended_api:
         return maker.creator_fn(store, rank, len(ranks), timeout)
     description = getattr(_distributed_c10d, _DESCRIPTION)()
     description.store, description.group_rank, description.group_size = store, rank, len(ranks)
     description.timeout, description.group_id, description.global_ranks_in_group = timeout, name, list(ranks)
     return maker.creator_fn(description, None)
-
-
-@contextlib.contextmanager
-def _failures_left_to_us() -> Iterator[None]:
-    """A block that creates communicators without NCCL's error handling: ranks report failures and abort instead."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def abort_communicator(channel: Any) -> bool:

@@ -38,12 +38,16 @@ class ModelCall:
     target: tuple[Any, ...]  # () or (target,)
 
 
+def check_iterable(argument: str, batches: Any) -> None:
+    """Raises `ArgumentTypeError` if the argument is not an iterable of calls."""
+    if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        kind = {"batches": "mini-batches", "micro_batches": "micro-batches"}[argument]
+        raise ArgumentTypeError(f"{argument} is {with_article(batches)}; expected an iterable of {kind}, each {FORMS}")
+
+
 def parse_micro_batches(micro_batches: Any) -> list[ModelCall]:
     """Parses all micro-batches of a step. Raises `ArgumentError` for none, too many, or only some with a target."""
-    if isinstance(micro_batches, (torch.Tensor, Mapping, str)) or not isinstance(micro_batches, Iterable):
-        raise ArgumentTypeError(
-            f"micro_batches is {with_article(micro_batches)}; expected an iterable of micro-batches, each {FORMS}"
-        )
+    check_iterable("micro_batches", micro_batches)
     items, versions = [], []
     for item in islice(micro_batches, MOST_MICRO_BATCHES + 1):
         items.append(item)

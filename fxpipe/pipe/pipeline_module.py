@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import reprlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -12,10 +13,10 @@ from torch import nn
 
 from fxpipe._torch.module_internals import STORE_NAMES, is_in_data_parallel_forward
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipe.model_calls import ModelCall
+from fxpipe.pipe.model_calls import ModelCall, check_iterable
 from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, set_up
 from fxpipe.pipe.pipeline_state import PipelineState
-from fxpipe.pipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
+from fxpipe.pipe.train_stream import StreamLoop, TrainStream, stream_policy
 from fxpipe.planning.options.parse import DROP_IN_SCHEDULE, parse_compile, parse_switch
 from fxpipe.planning.options.pipeline_options import OPTION_DEFAULTS, Settings
 from fxpipe.planning.plans import Plan
@@ -419,7 +420,8 @@ class Pipeline(nn.Module):
             optimizer.begin_updates(in_stream=True)
             inside.check_open()
             call = LossCall(loss_fn or model_loss, reduction)
-            return self._open_stream(parse_batches(batches), call, optimizer, policy)
+            check_iterable("batches", batches)
+            return self._open_stream(batches, call, optimizer, policy)
 
     def _open_stream(
         self, batches: Iterable[Any], call: LossCall, optimizer: StagewiseOptimizer, policy: WeightPolicy
@@ -437,7 +439,11 @@ class Pipeline(nn.Module):
         """
         inside = self._fxpipe
         with inside.engine.running():
-            inside.compile_stages(parse_compile(options or True))
+            compiling = parse_compile(options or True)
+            inside.settings, inside.asked = (replace(one, compile=compiling) for one in (inside.settings, inside.asked))
+            if inside.first is not None:
+                inside.first = replace(inside.first, settings=inside.settings)
+            inside.graphs.clear()  # recorded again when they are needed next
 
     # -- Plan and step records ---------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -160,13 +160,6 @@ class PipelineState(Programs):
             planned[device.name] += 0 if device.peak_memory is None else int(need)
         devices = [replace(one, planned_memory=planned[one.name] or None) for one in record.devices]
         return replace(record, devices=tuple(devices))
-
-    def compile_stages(self, options: Mapping[str, Any] | None) -> None:
-        """Compiles the stages; graphs are recorded again when they are needed next."""
-        self.settings, self.asked = (replace(one, compile=options) for one in (self.settings, self.asked))
-        if self.first is not None:
-            self.first = replace(self.first, settings=self.settings)
-        self.graphs.clear()
 
     def accelerators(self) -> list[torch.device]:
         return [device for device in dict.fromkeys(self.settings.row_devices) if device.type != "cpu"]

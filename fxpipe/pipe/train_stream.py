@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
-from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipe.model_calls import FORMS, ModelCall, parse_call, refuse_written, tensor_versions
+from fxpipe.errors import ArgumentError, StateError
+from fxpipe.pipe.model_calls import ModelCall, parse_call, refuse_written, tensor_versions
 from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.caller_context import CallerContext
@@ -23,10 +23,8 @@ from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.runtime.stream import Stream
 from fxpipe.scheduling.streams import STREAM_POLICIES, StreamSchedule, WeightPolicy
 from fxpipe.utils.random_generators import draw_seed, mix_seed, peek_seed
-from fxpipe.utils.units import with_article
 
 READ_AHEAD = 2  # additional mini-batches, so that the first stage need not wait for the reader of losses
-
 
 S = TypeVar("S", bound=Stream)
 
@@ -79,7 +77,7 @@ class TrainStream(Iterator[torch.Tensor]):
         self.close()
 
 
-def _losses_of(loop: StreamLoop, stream: Callable[[], TrainStream | None]) -> Generator[torch.Tensor]:
+def _losses_of(loop: StreamLoop, stream: weakref.ref[TrainStream]) -> Generator[torch.Tensor]:
     """Yields the losses; if the stream is not referenced any more, the pipe keeps its exception."""
     try:
         yield from loop.losses()
@@ -266,15 +264,6 @@ def check_can_stream_now() -> None:
             "train_stream needs gradients, but its next loss is asked for under no_grad; evaluate when the stream has "
             "ended, or is closed"
         )
-
-
-def parse_batches(batches: Any) -> Iterable[Any]:
-    """Raises `ArgumentTypeError` if the argument is not an iterable of mini-batches."""
-    if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
-        raise ArgumentTypeError(
-            f"batches is {with_article(batches)}; expected an iterable of mini-batches, each {FORMS}"
-        )
-    return batches
 
 
 def stream_policy(schedule: Any, vertical_sync: bool) -> WeightPolicy:

@@ -45,7 +45,7 @@ from fxpipe.scheduling.validation import check_order
 from fxpipe.utils import accelerator
 from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
-from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_hidden_tensors, refuse_layout
+from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_uncuttable
 from fxpipe.utils.random_generators import draw_seed
 
 ORDER_OF_BUFFERS = "forward changes buffers there, of which each micro-batch is to find what the one before has left"
@@ -495,8 +495,7 @@ def scatter_target(
     """
     leaves, spec = flatten(target)
     for leaf in leaves:
-        refuse_hidden_tensors("target", leaf)
-        refuse_layout("target", leaf)
+        refuse_uncuttable("target", leaf)
     dims = target_dims(leaves, batch, rows) if count > 1 else [None] * len(leaves)
     if len({*devices}) == 1:
         leaves = leaves_on_device(leaves, devices[0])

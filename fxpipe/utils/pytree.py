@@ -134,38 +134,33 @@ def _holds_tensors(value: Any) -> bool:
 CACHE_ADVICE = "leave it out, and forward makes one; model.generate(..., use_cache=False) goes without"
 
 
-def refuse_hidden_tensors(what: str, leaf: Any) -> None:
-    """Raises ArgumentError if an opaque leaf holds tensors: they cannot be cut, and updates of them would be lost."""
-    if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
-        raise ArgumentError(
-            f"{what} is {with_article(leaf)} that holds tensors and is unknown to torch; pass tensors in tuples, "
-            f"lists, dicts or dataclasses, or register it ({pytree.REGISTRATION})"
-            + (f"; a cache: {CACHE_ADVICE}" if type(leaf).__name__.endswith("Cache") else "")
-        )
-
-
 def is_plain_layout(tensor: torch.Tensor) -> bool:
     """Returns True for a tensor that can be cut along a dimension: neither nested nor sparse."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
-def refuse_layout(what: str, leaf: Any) -> None:
-    """Raises ArgumentError if a leaf is a tensor that cannot be cut into micro-batches."""
-    if not isinstance(leaf, torch.Tensor) or is_plain_layout(leaf):
-        return
-    if leaf.is_nested:
+def refuse_uncuttable(what: str, leaf: Any) -> None:
+    """Raises ArgumentError if a leaf cannot be cut into micro-batches: it hides tensors, or has another layout."""
+    if not isinstance(leaf, torch.Tensor):
+        if _holds_tensors(leaf):
+            raise ArgumentError(
+                f"{what} is {with_article(leaf)} that holds tensors and is unknown to torch; pass tensors in tuples, "
+                f"lists, dicts or dataclasses, or register it ({pytree.REGISTRATION})"
+                + (f"; a cache: {CACHE_ADVICE}" if type(leaf).__name__.endswith("Cache") else "")
+            )
+    elif leaf.is_nested:
         raise ArgumentError(
             f"{what} is a nested tensor, which cannot be cut into micro-batches; pad it (to_padded_tensor), and give "
             "lengths or a mask"
         )
-    raise ArgumentError(f"{what} has the layout {leaf.layout}; only strided tensors can be cut: to_dense()")
+    elif leaf.layout != torch.strided:
+        raise ArgumentError(f"{what} has the layout {leaf.layout}; only strided tensors can be cut: to_dense()")
 
 
 def has_own_attributes(value: Any) -> bool:
     """Returns True for a plain tensor with attributes set by the user; torch's begin with an underscore."""
-    if type(value) is not torch.Tensor or not value.__dict__:
-        return False
-    return any(not (name.startswith("_") or callable(own)) for name, own in value.__dict__.items())
+    attributes = value.__dict__.items() if type(value) is torch.Tensor else ()
+    return any(not (name.startswith("_") or callable(own)) for name, own in attributes)
 
 
 def refuse_own_attributes(what: str, leaf: Any) -> None:
@@ -388,7 +383,8 @@ def preserve_objects(spec: pytree.TreeSpec) -> Iterator[None]:
         yield
     finally:
         for inside, items in before:
-            if list(map(id, _container_items(inside))) != list(map(id, _container_items(items))):
+            now, then = ([*one, *one.values()] if isinstance(one, dict) else [*one] for one in (inside, items))
+            if list(map(id, now)) != list(map(id, then)):
                 inside.clear()
                 (inside.update if isinstance(inside, (dict, set)) else inside.extend)(items)
 
@@ -398,7 +394,3 @@ def _looked_at_in(spec: pytree.TreeSpec) -> Iterator[Any]:
         yield spec.context.value
     for child in spec.children():
         yield from _looked_at_in(child)
-
-
-def _container_items(inside: Any) -> list[Any]:
-    return [*inside, *inside.values()] if isinstance(inside, dict) else list(inside)

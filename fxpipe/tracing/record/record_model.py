@@ -44,9 +44,8 @@ from fxpipe.utils.pytree import (
     flatten_with_paths,
     is_plain_layout,
     preserve_objects,
-    refuse_hidden_tensors,
-    refuse_layout,
     refuse_own_attributes,
+    refuse_uncuttable,
 )
 
 # Nodes that are erased if unused; a checkpoint creates `torch.empty` (torch 2.11; not 2.13).
@@ -62,13 +61,12 @@ def input_leaves(
     for (path, value), same_as in zip(paths, same_tensors([value for _, value in paths]), strict=True):
         head = argument_name(model, path)
         text = head + "".join(map(str, path[2:]))
+        refuse_uncuttable(f"input {text}", value)
         if isinstance(value, torch.Tensor):
-            refuse_layout(f"input {text}", value)
             refuse_own_attributes(f"input {text}", value)
             shape = tuple(value.shape)
             leaves.append(InputLeaf(True, head, text, None, value.dtype, shape, value.requires_grad, same_as))
         else:
-            refuse_hidden_tensors(f"input {text}", value)
             state = PythonState((value,)) if callable(value) else None
             leaves.append(InputLeaf(False, head, text, copy_as_leaf(value), state=state))
     return tuple(leaves), spec, [value for _, value in paths]
