@@ -36,7 +36,6 @@ from fxpipe.tracing.tensors import has_values
 from fxpipe.utils.units import with_article
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as of process groups
-OUTPUTS = ("last", "all")
 
 REFUSED_DROP_IN = (
     "pipe(x) with gradients on would have to go back through all processes when its loss does, and autograd's graph "
@@ -282,7 +281,7 @@ def pipeline_over_ranks(
     """Creates the pipe of this rank. All ranks call it together."""
     group = RankGroup(devices, timeout, data_parallel)
     with group.together():
-        if outputs not in OUTPUTS:
+        if outputs not in ("last", "all"):
             raise ArgumentError(f"outputs={outputs!r} is unknown; accepted are 'last' and 'all'")
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ArgumentError(

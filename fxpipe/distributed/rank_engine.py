@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,14 +57,17 @@ from fxpipe.utils.pytree import map_tensor_leaves
 MAX_STEPS = 1000  # whose layouts of packets are remembered: with dynamic sizes each may have others
 
 
-def pairs_of_ranks(routes: RelayRoutes, transfers: TensorTransfers | None = None) -> Iterator[tuple[int, int]]:
-    """Yields pairs (sender, receiver) of ranks in a step, some repeatedly. `transfers`: of tensors of the model."""
-    for cut in range(len(routes.placement) - 1):
-        if routes.crosses(cut):
-            yield routes.rank(cut), routes.rank(cut + 1)
-            yield routes.rank(cut + 1), routes.rank(cut)
-    if transfers is not None:
-        yield from (*transfers.borrowed, *transfers.gradients, *transfers.changed)
+def open_mailbox(
+    group: RankGroup, layouts: dict[Any, Layout], routes: RelayRoutes, tensors: TensorTransfers | None = None
+) -> Mailbox:
+    """Creates the mailbox of a step or a stream; all ranks call it together. `tensors`: of the model, that move."""
+    if group.transfers is not None:
+        ranks = [routes.rank(cut) for cut in range(len(routes.placement))]
+        pairs = [pair for a, b in pairwise(ranks) if a != b for pair in ((a, b), (b, a))]
+        if tensors is not None:
+            pairs += (*tensors.borrowed, *tensors.gradients, *tensors.changed)
+        group.transfers.connect(pairs)
+    return Mailbox(group.connection, group.device, layouts, group.transfers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +122,7 @@ class RankEngine(Engine):
             self._layouts.clear()  # in the same step on all ranks
             self._generation, self._steps = self.group.generation, 0
         self._steps += 1
-        transfers = self.group.transfers
-        if transfers is not None:
-            transfers.connect(pairs_of_ranks(program.routes, program.transfers))
-        mailbox = Mailbox(self.group.connection, self.group.device, self._layouts, transfers)
+        mailbox = open_mailbox(self.group, self._layouts, program.routes, program.transfers)
         exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
         exchange.borrow()
         return mailbox, exchange
@@ -209,8 +210,9 @@ class RankEngine(Engine):
 
         while True:
             losses = self.losses_of_part(inputs, part, call, is_verified) if is_last else None
+            reduction = self.replicas.reduction.begin() if self.replicas.sums_gradients else None
             step = self._run_row(
-                inputs, schedule, mailbox, part.seed, self.replicas.open_sum(),
+                inputs, schedule, mailbox, part.seed, reduction,
                 losses=losses,
                 keep_outputs=is_last and (is_verified or call.return_outputs),
                 look_at_elements=(kind is None or kind.look_at_elements) and looks_at_elements,

@@ -25,8 +25,8 @@ import torch
 
 from fxpipe.distributed.device_transfers import WAITED_FOR
 from fxpipe.distributed.held_tensors import RankProgram, share_buffers
-from fxpipe.distributed.packets import JOB_TAG, Mailbox, PacketLink, PacketValue, tag_of
-from fxpipe.distributed.rank_engine import RankEngine, RankGradients, RankInputs, pairs_of_ranks
+from fxpipe.distributed.packets import JOB_TAG, PacketLink, PacketValue, tag_of
+from fxpipe.distributed.rank_engine import RankEngine, RankGradients, RankInputs, open_mailbox
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_state import STREAM, RankState
 from fxpipe.distributed.rank_step import RankExchange
@@ -100,9 +100,7 @@ class RankStream(Stream):
         group, placement = engine.group, routes.placement
         (self._stage,) = [j for j in range(order.stages) if routes.is_here(j, group.rank)]
         self._is_last = self._stage == order.stages - 1
-        if group.transfers is not None:
-            group.transfers.connect(pairs_of_ranks(routes))
-        self.mailbox = Mailbox(group.connection, group.device, {}, group.transfers)
+        self.mailbox = open_mailbox(group, {}, routes)
         self.packets = PacketLink(self.mailbox, placement, (), order)
         self._waiting: tuple[Action, ...] = ()  # queued actions that have not run
         self._replicas = engine.replicas

@@ -226,11 +226,12 @@ class GradientReduction:
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._sums is None else self._sums.on_stream()
 
-    def begin(self) -> None:
+    def begin(self) -> GradientReduction:
         """Begins a sum on all replicas."""
         self._completed.clear()
         self._gradients.clear()
         self._begun.clear()
+        return self
 
     def close(self) -> None:
         """Closes the connections despite references to this object: replicas that wait for this one fail."""
@@ -382,13 +383,6 @@ class Replicas:
         assert self._reduction is not None
         return self._reduction
 
-    def open_sum(self) -> GradientReduction | None:
-        """Begins to sum gradients over replicas; returns None if they are not summed."""
-        if not self.sums_gradients:
-            return None
-        self.reduction.begin()
-        return self.reduction
-
     def loss_of_union(
         self, losses: Sequence[ReplicaLoss], part: ReplicaPart, reduction: str
     ) -> tuple[torch.Tensor, Any]:
@@ -410,8 +404,7 @@ class Replicas:
 
     def give_all(self, gradients: dict[StageParameter, torch.Tensor]) -> GradientReport:
         """Begins to sum these gradients over replicas."""
-        self.reduction.begin()
-        return self.reduction.give_rest(gradients)
+        return self.reduction.begin().give_rest(gradients)
 
     def finish_sum(
         self, gradients: Mapping[StageParameter, torch.Tensor], reports: Sequence[GradientReport]
