@@ -105,7 +105,9 @@ class StageOptimizer(StagewiseOptimizer):
                 "overlap=True over processes: a step is settled by all ranks together when it has ended, and no rank "
                 "may update before that; leave overlap=True out, each rank steps its own parameters"
             )
-        super().__init__(make_parameter_groups(param_groups, _named_parameters(pipe)), **options)
+        # Of the full model, so that groups are equal on all processes.
+        named = NamedParameters(pipe._fxpipe_model.named_parameters(remove_duplicate=False))
+        super().__init__(make_parameter_groups(param_groups, named), **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. "params" are parameters of the pipe or, as for `StageOptimizer`, names and patterns.
@@ -119,7 +121,8 @@ class StageOptimizer(StagewiseOptimizer):
                 "optimizer had at its start: let the stream end, or close it (stream.close()), and then add the group"
             )
         taken, held = {id(p) for p in self.parameters()}, {id(p) for p in self.pipe.parameters()}
-        super().add_param_group(resolve_group(param_group, _named_parameters(self.pipe), taken, held))
+        named = NamedParameters(self.pipe._fxpipe_model.named_parameters(remove_duplicate=False))
+        super().add_param_group(resolve_group(param_group, named, taken, held))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the weights of all stages at the same time, in their workers. `closure`: as in torch."""
@@ -255,11 +258,6 @@ def _blank_optimizer(optimizer_class: Any) -> StageOptimizer:
 
     weakref.finalize(optimizer, register_optimizer_step_pre_hook(before_step).remove)
     return optimizer
-
-
-def _named_parameters(pipe: Pipeline) -> NamedParameters:
-    """Returns the parameters of the full model, so that groups are equal on all processes."""
-    return NamedParameters(pipe._fxpipe_model.named_parameters(remove_duplicate=False))
 
 
 def _try_parts(optimizer: StageOptimizer, parts: Sequence[Collection[torch.Tensor]]) -> None:

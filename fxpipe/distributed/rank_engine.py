@@ -194,12 +194,10 @@ class RankEngine(Engine):
         self, inputs: RankInputs, schedule: Schedule, call: LossCall, to_all: bool
     ) -> tuple[torch.Tensor, Any]:
         """Runs a step and adds its gradients to `.grad` on this rank; returns the loss, and outputs or None."""
-        program, m = inputs.union, schedule.micro_batches
-        last = program.last
+        last, m, is_whole = inputs.union.last, schedule.micro_batches, inputs.takes_all(call.reduction)
         is_last = self.group.rank == last
         kind = None  # micro-batches from the caller are not compared with a mini-batch
-        is_whole = inputs.takes_all(call.reduction)
-        self.refuse_sharing(program, is_whole or call.reduction == "batch")
+        self.refuse_sharing(inputs.union, is_whole or call.reduction == "batch")
         if is_last and not inputs.is_handed_over and not is_whole:
             kind = self.loss_histories.of(inputs, call)
         mailbox, exchange = self._open(inputs)
@@ -237,11 +235,10 @@ class RankEngine(Engine):
             reports: list[list[StepReport]] = self.group.everybody(report, "the end of the step")
             gradients.finish_sum(step, reports)
             verdict = LossVerdict([[one.evidence for one in row] for row in reports], last, part.firsts)
-            if verdict.is_unsure and not is_again:
-                is_verified, is_again = is_last and m > 1, True  # nothing has changed yet: repeat with verification
-                mailbox.settle()
-                continue
-            break
+            if is_again or not verdict.is_unsure:
+                break
+            is_verified, is_again = is_last and m > 1, True  # nothing has changed yet: repeat with verification
+            mailbox.settle()
         verdict.check(kind, m, self.group.replica)
         check_scales(reports)
         of_last = [one for row in reports if (one := row[last].loss) is not None]
