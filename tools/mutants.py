@@ -1438,7 +1438,7 @@ TRACING = (
         "behaviour/test_overwritten_attributes.py::test_a_loss_of_a_stream_reads_no_older_values",
     ),
     Mutant(
-        "tracing/cache_key.py",
+        "tracing/model_state.py",
         "now.__wrapped__ if now.__class__ is NotKept else now",
         "now",
         "unit/runtime/test_bound_program.py::test_losses_in_two_threads_put_back_what_they_hide",

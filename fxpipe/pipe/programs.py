@@ -39,7 +39,6 @@ from fxpipe.planning.tuning.candidate_search import with_best_chunks
 from fxpipe.runtime import BoundProgram, wire_program
 from fxpipe.runtime.bound_program import StageReplica
 from fxpipe.runtime.step_inputs import GivenInputs
-from fxpipe.tracing.cache_key import GraphKey, inputs_key
 from fxpipe.tracing.dynamic_sizes import TOO_LONG, DynamicDims, InputDim
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.node_info import info
@@ -49,7 +48,7 @@ from fxpipe.tracing.record.recorded_sizes import refuse_other_answers
 from fxpipe.tracing.shapes.output_dims import InputValues
 from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.tensors import has_values
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import GraphKey, Traced, inputs_key
 from fxpipe.tracing.verify.effects import least_samples, refuse_unwritable_inputs
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.locks import planning_block

@@ -45,8 +45,7 @@ from fxpipe.tracing.model_state import (
     same_python_rng_state,
     without_gradients,
 )
-from fxpipe.tracing.node_arguments import named_arguments
-from fxpipe.tracing.node_info import info
+from fxpipe.tracing.node_info import info, named_arguments
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS
 from fxpipe.utils import accelerator

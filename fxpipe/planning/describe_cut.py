@@ -45,9 +45,9 @@ from fxpipe.rewriting.relay_routes import relay_routes
 from fxpipe.scheduling.factory import schedule_text
 from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
-from fxpipe.tracing.cache_key import evaluating_modules
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import with_fake_tensors
+from fxpipe.tracing.model_state import evaluating_modules
 from fxpipe.tracing.node_info import bytes_formula, info
 from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.tensors import tensor_bytes

@@ -39,8 +39,7 @@ from fxpipe.planning.replication import choose_replicas
 from fxpipe.planning.tuning.candidate_search import prepare_best
 from fxpipe.scheduling.streams import is_stream
 from fxpipe.tracing import Traced
-from fxpipe.tracing.cache_key import in_mode
-from fxpipe.tracing.model_state import look_on_recording_device
+from fxpipe.tracing.model_state import in_mode, look_on_recording_device
 from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.strategies import imbalance_warnings
 from fxpipe.tracing.verify.effects import least_samples

@@ -30,9 +30,8 @@ from fxpipe.profiling.profile_data import profile_for
 from fxpipe.rewriting import Program, forbidden_cuts, split_into_stages
 from fxpipe.scheduling.factory import schedule_text
 from fxpipe.tracing import Traced, trace, trace_unverified
-from fxpipe.tracing.cache_key import in_mode
 from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims
-from fxpipe.tracing.model_state import look_on_recording_device, model_on, move_inputs, preserve_state
+from fxpipe.tracing.model_state import in_mode, look_on_recording_device, model_on, move_inputs, preserve_state
 from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.tensors import slice_samples, tensor_bytes
 from fxpipe.tracing.traced import attribute_tensor

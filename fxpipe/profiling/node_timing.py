@@ -52,8 +52,7 @@ from fxpipe.profiling.node_kinds import (
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.interpreter import naming_node
-from fxpipe.tracing.node_arguments import call_on_device
-from fxpipe.tracing.node_info import info, state_of
+from fxpipe.tracing.node_info import call_on_device, info, state_of
 from fxpipe.tracing.tensors import bytes_in, storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects

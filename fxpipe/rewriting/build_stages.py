@@ -49,8 +49,7 @@ from fxpipe.rewriting.program import (
 from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
 from fxpipe.rewriting.stage_callables import make_stage_callable
 from fxpipe.tracing.graph_text import node_expression, short_source_line
-from fxpipe.tracing.node_arguments import container_of, set_node_device
-from fxpipe.tracing.node_info import info, opaque_call_of, random_draws_of, state_of, update_info
+from fxpipe.tracing.node_info import container_of, info, opaque_call_of, set_node_device, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import running_statistics
 
@@ -346,10 +345,10 @@ class _StageBuilder:
                 wrap = alone if opaque_call_of(node).seeds_generator else forbid_random_numbers
                 copy.target = wrap(copy.target)  # type: ignore[arg-type]
             if ordinal is not None:
-                copy.op, copy.target = (
-                    "call_function",
-                    seeded_function(ordinal, copy.target, self.device, random_draws_of(node).from_python),
-                )
+                draws = info(node).rng
+                assert draws is not None
+                copy.op = "call_function"
+                copy.target = seeded_function(ordinal, copy.target, self.device, draws.from_python)
 
     def send(self, sends: Iterable[fx.Node], assigns: dict[str, fx.Node], stashed: Collection[str]) -> None:
         self._set_state(self.cut.traced.state)  # a copy made in a `no_grad` block would lose its gradient

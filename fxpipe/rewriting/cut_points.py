@@ -17,8 +17,7 @@ from itertools import pairwise
 from torch import fx
 
 from fxpipe._torch.functions import opname
-from fxpipe.tracing.node_arguments import container_of
-from fxpipe.tracing.node_info import state_of
+from fxpipe.tracing.node_info import container_of, state_of
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects
 

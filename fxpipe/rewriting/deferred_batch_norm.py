@@ -31,8 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.rewriting.program import BatchStatistics
-from fxpipe.tracing.node_arguments import container_of, named_arguments, parameter_names
-from fxpipe.tracing.node_info import info
+from fxpipe.tracing.node_info import container_of, info, named_arguments, parameter_names
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects, running_statistics

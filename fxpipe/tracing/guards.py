@@ -21,8 +21,15 @@ from torch import fx
 from fxpipe.errors import DecisionError
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
-from fxpipe.tracing.node_arguments import set_node_device
-from fxpipe.tracing.node_info import info, number_of, opaque_call_of, set_info, update_info, value_read_of
+from fxpipe.tracing.node_info import (
+    info,
+    number_of,
+    opaque_call_of,
+    set_info,
+    set_node_device,
+    update_info,
+    value_read_of,
+)
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics

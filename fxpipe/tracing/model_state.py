@@ -20,18 +20,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch.autograd import base_of, version_of
 from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.fake_tensor_mode import FakeTensor
+from fxpipe._torch.functions import opname
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
 from fxpipe._torch.tensor_data import replace_data
+from fxpipe.errors import ArgumentError
 from fxpipe.tracing.parameter_offload import OffloadedParameters, can_be_offloaded
-from fxpipe.tracing.record.host_arguments import HostArgumentConversion
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
 from fxpipe.utils import accelerator
+from fxpipe.utils.python_objects import NotKept
 from fxpipe.utils.pytree import map_tensor_leaves
 
 _KINDS = ("parameter", "buffer", "attribute")
@@ -405,6 +408,93 @@ def preserve_state(model: nn.Module) -> Iterator[Snapshot]:
         snapshot.restore()
 
 
+# -- what a graph reads of a model -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGuard:
+    """A tensor that a graph reads, as it was during tracing. Its value may change, not its shape, dtype and names."""
+
+    store: dict[str, Any]  # dict of its module
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    others: tuple[tuple[dict[str, Any], str], ...]  # other references to it
+
+    def holds(self) -> bool:
+        now = self.store.get(self.key)
+        now = now.__wrapped__ if now.__class__ is NotKept else now  # while a loss function of a stream runs
+        return (
+            isinstance(now, torch.Tensor)
+            and now.shape == self.shape
+            and now.dtype == self.dtype
+            and all(store.get(key) is now for store, key in self.others)
+        )
+
+
+def requires_grad_flags(model: nn.Module) -> tuple[bool, ...]:
+    """Returns `requires_grad` of each parameter. Only a forward that reads it needs another graph for other flags."""
+    return tuple(p.requires_grad for p in model.parameters())
+
+
+_SWITCHES = (
+    torch.get_default_dtype,
+    torch.are_deterministic_algorithms_enabled,
+    torch.get_float32_matmul_precision,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
+
+
+def torch_switches() -> tuple[Any, ...]:
+    """Returns the global settings of torch that forward may read."""
+    return tuple([switch() for switch in _SWITCHES])
+
+
+def tensor_guards_of(model: nn.Module, names: Iterable[str]) -> tuple[TensorGuard, ...]:
+    wanted, slots, guards = set(names), slots_of(model), []
+    places: dict[int, list[Slot]] = {}
+    for slot, tensor in slots.items():
+        places.setdefault(id(tensor), []).append(slot)
+    for slot, tensor in slots.items():
+        if slot.name in wanted:
+            others = tuple((other.store(model), other.key) for other in places[id(tensor)] if other != slot)
+            guards.append(TensorGuard(slot.store(model), slot.key, tensor.shape, tensor.dtype, others))
+    return tuple(guards)
+
+
+# -- training and evaluation mode: a graph, and a plan, belongs to one mode of all modules ---------------------------
+
+
+def evaluating_modules(model: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the modules in evaluation mode; "" is the model."""
+    return tuple(name for name, module in model.named_modules() if not module.training)
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, evaluating: Collection[str] | None) -> Iterator[None]:
+    """A block in which exactly these modules are in evaluation mode; None: no change. `train()` is not called."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        if evaluating is not None:
+            for name, module in model.named_modules():
+                module.training = name not in evaluating
+        yield
+    except Exception as error:
+        is_other_mode = any(module.training != was for module, was in before)
+        if is_other_mode and not isinstance(error, ArgumentError):  # which has its own remedy
+            error.add_note(
+                "fxpipe: forward ran in the mode (train or eval) that the plan was made in, which is not the model's "
+                "mode now; call the pipe first in that mode, or give it example_args that forward takes in both"
+            )
+        raise
+    finally:
+        for module, was in before:
+            module.training = was
+
+
 # -- one device for model and inputs during tracing ------------------------------------------------------------------
 #
 # A model that is spread over the devices of its stages cannot run as it is: to trace another graph (evaluation), its
@@ -412,6 +502,33 @@ def preserve_state(model: nn.Module) -> Iterator[Snapshot]:
 
 RECORDING_SHARE = 0.5  # share of a device's free memory for the model; activations need the rest
 SMALL_RECORDING_SHARE = 1 / 16  # fallback if memory runs out
+
+# By function: index and name of the argument that must be on the CPU if it is a tensor.
+_HOST_PARAMETERS = {
+    "_pack_padded_sequence": (1, "lengths"),
+    "_pad_packed_sequence": (1, "batch_sizes"),
+    "tensor_split": (1, "tensor_indices_or_sections"),
+}
+
+
+class HostArgumentConversion(TorchFunctionMode):
+    """A block in which functions get the arguments that they require on the CPU from there, which waits for the device.
+
+    Stages move all tensors to their device, also the lengths of a packed sequence.
+    """
+
+    has_found = False  # True if a function in a block required an argument on the CPU
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place, name = _HOST_PARAMETERS.get(opname(func), (0, ""))
+        host = args[place] if name and place < len(args) else kwargs.get(name)
+        self.has_found |= isinstance(host, torch.Tensor)
+        if isinstance(host, torch.Tensor) and host.device.type not in ("cpu", "meta"):
+            there = host.cpu()
+            args = tuple(there if value is host else value for value in args)
+            kwargs = {key: there if value is host else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 def recording_device(model: nn.Module, workers: Iterable[torch.device] = ()) -> torch.device | None:
@@ -439,8 +556,8 @@ def model_on(model: nn.Module, device: torch.device | None, share: float = RECOR
     """A block in which the data of the model's tensors is on this device; None: it stays in place.
 
     Tensors remain the same objects, share memory as before and have no gradients. Data and gradients are restored after
-    the block. Arguments that a function accepts only on the CPU are copied there (`host_arguments`). A model larger
-    than this `share` of the device's free memory is offloaded (`parameter_offload`).
+    the block. Arguments that a function accepts only on the CPU are copied there. A model larger than this `share` of
+    the device's free memory is offloaded (`parameter_offload`).
     """
     tensors = [] if device is None else [t for t in _model_tensors(model) if t.device != device]
     figures = None if device is None else accelerator.memory_figures(device)

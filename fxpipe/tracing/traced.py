@@ -29,9 +29,8 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.cache_key import GraphKey, TensorGuard, requires_grad_flags, torch_switches
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicDims, DynamicSizes, Lengths, SizeComparisons, SizeCondition
-from fxpipe.tracing.model_state import is_fixed
+from fxpipe.tracing.model_state import TensorGuard, is_fixed, requires_grad_flags, torch_switches
 from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.recorded_sizes import InputRead, LayoutRead, SizeRead
 from fxpipe.tracing.tensors import slice_samples
@@ -125,6 +124,28 @@ class TraceRequest:
     may_overwrite: bool = False  # see `RecordingOptions`
 
 
+def inputs_key(spec: pytree.TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the structure of the inputs, the kind of each tensor without its sizes, and which are the same tensor."""
+    kinds = tuple((x.dtype, x.dim(), x.requires_grad) if isinstance(x, torch.Tensor) else None for x in leaves)
+    return spec, kinds, same_tensors(leaves)
+
+
+def same_tensors(leaves: Sequence[Any]) -> tuple[int | None, ...]:
+    """Returns for each leaf the first index of the same tensor; None if it is the first, or not a tensor."""
+    first: dict[int, int] = {}
+    places = (first.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(leaves))
+    return tuple(None if place == i else place for i, place in enumerate(places))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """The cheap properties of a step that decide which Python a model runs."""
+
+    inputs: tuple[Any, ...]  # see `inputs_key`
+    flags: tuple[Any, ...]  # of all modules
+    state: ThreadState  # of the caller
+
+
 class TracedGraph(fx.Graph):
     """A graph that prints as a table: what each node computes, its shape, module path and source line."""
 
@@ -143,7 +164,7 @@ class Traced:
     leaves: tuple[InputLeaf, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
-    flags: tuple[Any, ...]  # flags of all modules (`fxpipe.tracing.cache_key`)
+    flags: tuple[Any, ...]  # of all modules (`GraphKey`)
     state: ThreadState
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]

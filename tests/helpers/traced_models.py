@@ -12,9 +12,8 @@ from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.programs import GraphInputs
 from fxpipe.tracing import Traced
-from fxpipe.tracing.cache_key import GraphKey, inputs_key
 from fxpipe.tracing.node_info import state_of
-from fxpipe.tracing.traced import CALL_OPS, attribute_tensor, call_node
+from fxpipe.tracing.traced import CALL_OPS, GraphKey, attribute_tensor, call_node, inputs_key
 
 
 class Forward(nn.Module):

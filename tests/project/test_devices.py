@@ -21,7 +21,7 @@ GENERIC = re.compile(
 ALLOWED = {
     ("hardware.py", "'cuda:'"): "names of devices that are elsewhere, of a table of hardware",
     ("profiling/flops.py", "backends.cuda"): "TF32, which tables of GPUs have a rate for",
-    ("tracing/cache_key.py", "torch.backends.cuda"): "switches of attention, which hold on every device",
+    ("tracing/model_state.py", "torch.backends.cuda"): "switches of attention, which hold on every device",
 }
 
 

@@ -67,7 +67,7 @@ MECHANISMS = (
         ("a read that any size answers alike", "tracing.verify.equivalence.excuse_reads?"),
         ("draws of a stream", "tracing.forward_rng.DrawStream.take"),
         ("attributes of modules", "tracing.record.python_reads.PythonReads.add_attribute"),
-        ("a mode of some modules", "tracing.cache_key.evaluating_modules?"),
+        ("a mode of some modules", "tracing.model_state.evaluating_modules?"),
         ("tensors of nobody, as constants", "tracing.record.recorder.Recorder._constant_name?"),
         ("tensors in containers of modules", "tracing.model_state.container_tensors?"),
     ),

@@ -28,6 +28,7 @@ from fxpipe._torch.functions import PLAIN_TYPES
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, hook_stores, is_compiled_module, original_module
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.tracing.model_state import (
+    HostArgumentConversion,
     Slot,
     container_tensors,
     equal_tensors,
@@ -37,7 +38,6 @@ from fxpipe.tracing.model_state import (
     without_gradients,
 )
 from fxpipe.tracing.node_info import OpaqueCall, RandomDraws, info, opaque_call_of, update_info
-from fxpipe.tracing.record.host_arguments import HostArgumentConversion
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
 from fxpipe.tracing.record.recorded_sizes import RECORDED
 from fxpipe.tracing.record.recorder import Recorder, RunningModule

@@ -100,11 +100,11 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         module_setattr(module, name, value)
 
     def getattribute(module: nn.Module, name: str) -> Any:
-        # Also `training` of modules in plain lists, which `cache_key` does not include.
+        # Also `training` of modules in plain lists, which `GraphKey` does not include.
         is_own = name not in MODULE_DICT_KEYS or (name == "training" and id(module) not in recorder.paths)
         is_asked = is_own and threading.get_ident() == here
         if is_asked:
-            own = object.__getattribute__(module, "__dict__")  # class attributes: see `cache_key`
+            own = object.__getattribute__(module, "__dict__")  # class attributes: see `GraphKey`
             is_asked = recorder.python_reads.is_read_first(own, name, is_in_node=recorder.paused > 0)
         value = object.__getattribute__(module, name)
         if is_asked and not recorder.paused and name in own:

@@ -20,12 +20,11 @@ from fxpipe._torch.module_internals import module_flags, original_module, tensor
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.cache_key import requires_grad_flags, same_tensors, tensor_guards_of
 from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.forward_rng import OwnGenerators, generator_states
 from fxpipe.tracing.interpreter import copy_as_leaf, copy_of_input
-from fxpipe.tracing.model_state import Snapshot, preserve_state
-from fxpipe.tracing.node_info import info, update_info
+from fxpipe.tracing.model_state import Snapshot, preserve_state, requires_grad_flags, tensor_guards_of
+from fxpipe.tracing.node_info import dependencies_of, info, update_info
 from fxpipe.tracing.print_calls import end_first_run
 from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.opaque_call import UNREAD_SEQUENCE, methods_to_keep
@@ -34,7 +33,15 @@ from fxpipe.tracing.record.recorded_sizes import LAYOUT, RECORDED, SIZE_FUNCTION
 from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, is_user_file, line_of_function
-from fxpipe.tracing.traced import PLAIN_RECORDING, InputLeaf, RecordingOptions, Traced, as_given, signature_of
+from fxpipe.tracing.traced import (
+    PLAIN_RECORDING,
+    InputLeaf,
+    RecordingOptions,
+    Traced,
+    as_given,
+    same_tensors,
+    signature_of,
+)
 from fxpipe.utils.progress import progress
 from fxpipe.utils.python_objects import contains_any, equal_values
 from fxpipe.utils.python_state import PythonState, is_followed_file
@@ -183,7 +190,7 @@ def _record_once(
             named = snapshot.assigned(recorder.attribute_nodes.keys())
             assigned = {name: recorder.node_of(tensor) for name, tensor in named.items()}
             tied = {name for name, tensor in named.items() if tensor.requires_grad}
-            for name in [name for name in tied if not _depends_on_inputs(assigned[name])]:
+            for name in [name for name in tied if all(n.op != "placeholder" for n in dependencies_of(assigned[name]))]:
                 del assigned[name]  # each forward recomputes it, like weight_norm: an assigned value has no effect
         if changed is not None:  # the objects are restored: run again to find the line
             again = as_given(leaves, map(copy_of_input, values))
@@ -265,16 +272,6 @@ def _refuse_reshaped(
                 "that gives a new tensor (x.t(), x.reshape(...))",
                 is_final=True,
             )
-
-
-def _depends_on_inputs(node: fx.Node) -> bool:
-    seen, todo = {node}, [node]
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                todo.append(source)
-    return any(source.op == "placeholder" for source in seen)
 
 
 def _overwritten_attributes(snapshot: Snapshot, recorder: Recorder) -> tuple[str, ...]:

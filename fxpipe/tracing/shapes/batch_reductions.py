@@ -21,6 +21,7 @@ a sum.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +35,17 @@ from torch import fx
 
 from fxpipe._torch.functions import opname
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
-from fxpipe.tracing.node_arguments import named_arguments_and_defaults
-from fxpipe.tracing.node_info import TensorShape, constant_of, info, number_of, set_info, state_of, update_info
+from fxpipe.tracing.node_info import (
+    TensorShape,
+    constant_of,
+    dependencies_of,
+    info,
+    named_arguments,
+    number_of,
+    set_info,
+    state_of,
+    update_info,
+)
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
 from fxpipe.utils.batch_split import rows_per_sample
 from fxpipe.utils.output_combination import (
@@ -381,7 +391,10 @@ class ReductionWalk:
                 return self._simple_piece(node, "mean")
             return not info(node).shapes[0].shape and self._elements_piece(node, source)
         is_of_torch = node.op == "call_function" and getattr(F, name, None) is node.target
-        arguments = named_arguments_and_defaults(node) if is_of_torch and isinstance(node.target, FunctionType) else {}
+        arguments = dict[str, Any]()
+        if is_of_torch and isinstance(node.target, FunctionType):
+            arguments = {key: value.default for key, value in inspect.signature(node.target).parameters.items()}
+            arguments |= named_arguments(node)
         if any(arguments.get(old) is not None for old in ("size_average", "reduce")) or "reduction" not in arguments:
             return False
         # A loss of arguments that hold the samples in different dimensions may compare all pairs.
@@ -459,19 +472,6 @@ class ReductionWalk:
             return not isinstance(attribute_tensor(self.traced, node), torch.nn.Parameter)
         is_work = node.op in CALL_OPS and not (runs_python(node) or info(node).is_random or info(node).is_guarded_read)
         return is_work or node.op == "placeholder"
-
-
-def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
-    """Collects the nodes from which a node is computed, itself included. Sizes as numbers have no sources."""
-    dependencies: dict[fx.Node, None] = {}
-    todo = [node]
-    while todo:
-        node = todo.pop()
-        if node not in dependencies:
-            dependencies[node] = None
-            if info(node).number is None:
-                todo.extend(node.all_input_nodes)
-    return dependencies
 
 
 def base_opname(node: fx.Node) -> str:

@@ -19,9 +19,9 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.guards import input_program
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
-from fxpipe.tracing.node_info import NodeInfo, info, set_info
+from fxpipe.tracing.node_info import NodeInfo, dependencies_of, info, set_info
 from fxpipe.tracing.record.unrecordable import CannotRecord
-from fxpipe.tracing.shapes.batch_reductions import Joins, ReductionWalk, UnknownReductionError, dependencies_of
+from fxpipe.tracing.shapes.batch_reductions import Joins, ReductionWalk, UnknownReductionError
 from fxpipe.tracing.shapes.input_dims import batch_sizes
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
 from fxpipe.utils.output_combination import OutputCombination

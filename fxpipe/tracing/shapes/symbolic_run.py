@@ -36,8 +36,7 @@ from fxpipe.errors import TraceError
 from fxpipe.tracing.dynamic_sizes import TOO_LONG, FixedSizeError, InputDim, SizeCondition
 from fxpipe.tracing.interpreter import run_node_without_grad
 from fxpipe.tracing.model_state import preserve_rng
-from fxpipe.tracing.node_arguments import named_arguments
-from fxpipe.tracing.node_info import info, opaque_call_of, state_of, value_read_of
+from fxpipe.tracing.node_info import info, named_arguments, opaque_call_of, state_of, value_read_of
 from fxpipe.tracing.record.recorded_sizes import LayoutRead
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.shapes.observed_shapes import (

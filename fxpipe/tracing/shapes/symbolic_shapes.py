@@ -28,8 +28,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, SizeCondition
-from fxpipe.tracing.node_arguments import container_of
-from fxpipe.tracing.node_info import TensorShape, ValueRead, constant_of, info, set_info, update_info
+from fxpipe.tracing.node_info import TensorShape, ValueRead, constant_of, container_of, info, set_info, update_info
 from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, PIECES, SIZE_FUNCTIONS, SizeRead, length
 from fxpipe.tracing.shapes.input_dims import batch_sizes, candidate_dims
 from fxpipe.tracing.shapes.output_dims import left_dims, uneven_outputs, with_out_dims

@@ -37,8 +37,7 @@ from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_state
-from fxpipe.tracing.node_arguments import named_arguments, parameter_names
-from fxpipe.tracing.node_info import info, state_of
+from fxpipe.tracing.node_info import info, named_arguments, parameter_names, state_of
 from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.observed_shapes import observe_graph, observed_tensors, resized

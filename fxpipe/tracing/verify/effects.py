@@ -36,8 +36,7 @@ from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, copy_as_leaf, run_node, run_nodes, writable_copy
 from fxpipe.tracing.model_state import equal_tensors, slots_of
-from fxpipe.tracing.node_arguments import named_arguments
-from fxpipe.tracing.node_info import info
+from fxpipe.tracing.node_info import info, named_arguments
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import detached, storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor

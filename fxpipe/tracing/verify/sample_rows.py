@@ -37,8 +37,8 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.guards import expect
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_rng, preserve_state
-from fxpipe.tracing.node_info import info, state_of
-from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError, base_opname, dependencies_of
+from fxpipe.tracing.node_info import dependencies_of, info, state_of
+from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError, base_opname
 from fxpipe.tracing.shapes.output_dims import InputValues, shared_values, with_out_dims
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.compared_sizes import (

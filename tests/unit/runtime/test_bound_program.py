@@ -14,7 +14,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.runtime.bound_program import ModelTensors
-from fxpipe.tracing.cache_key import tensor_guards_of
+from fxpipe.tracing.model_state import tensor_guards_of
 
 
 class Counting(nn.Module):

@@ -13,13 +13,13 @@ from torch import fx
 
 import fxpipe
 from fxpipe.errors import InternalError
-from fxpipe.tracing.node_arguments import container_of, named_arguments, named_arguments_and_defaults
 from fxpipe.tracing.node_info import (
     NodeInfo,
     RandomDraws,
+    container_of,
+    named_arguments,
     number_of,
     opaque_call_of,
-    random_draws_of,
     state_of,
     value_read_of,
 )
@@ -40,7 +40,6 @@ def a_node() -> fx.Node:
         (number_of, "number"),
         (value_read_of, "value that forward has read"),
         (opaque_call_of, "opaque call"),
-        (random_draws_of, "draws of random numbers"),
     ],
 )
 def test_what_a_pass_expects_and_a_node_has_not_is_an_error_that_names_both(accessor, what):
@@ -88,12 +87,11 @@ def test_running_statistics_of_norms_are_found_by_place(function, order):
     assert {name: named_arguments(norm)[name] for name in tensors} == nodes
 
 
-def test_defaults_stand_for_what_is_not_given():
+def test_arguments_are_those_given():
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     loss = graph.call_function(F.mse_loss, (x,), {"target": y})
     assert named_arguments(loss) == {"input": x, "target": y}
-    assert named_arguments_and_defaults(loss)["reduction"] == "mean"
 
 
 def test_a_part_is_known_by_what_it_is_taken_of():
