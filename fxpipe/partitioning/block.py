@@ -67,17 +67,14 @@ def partition_integers(costs: Sequence[int], blocks: int) -> tuple[int, ...]:
     """Computes `block_partition` of integers >= 0, with 1 <= blocks <= len(costs), neither checked."""
     units = [cost * (len(costs) + 1) + 1 for cost in costs]  # see the module's docstring
     sums = list(accumulate(units, initial=0))
-    cuts = _even_cuts(sums, blocks, _least_bottleneck(sums, max(units), blocks))
-    _improve(sums, max(units), cuts)
+    largest = max(units)
+    low, high = max(largest, -(-sums[-1] // blocks)), sums[-1]
+    cuts = _even_cuts(sums, blocks, least_integer(low, high, lambda bottleneck: _fits(sums, blocks, bottleneck)))
+    _improve(sums, largest, cuts)
     return tuple(stop - start for start, stop in pairwise(cuts))
 
 
 # Below, `sums[p]` is the sum of the first p items, and block i has the items cuts[i] to cuts[i + 1] - 1.
-
-
-def _least_bottleneck(sums: Sequence[int], largest: int, blocks: int) -> int:
-    low, high = max(largest, -(-sums[-1] // blocks)), sums[-1]
-    return least_integer(low, high, lambda bottleneck: _fits(sums, blocks, bottleneck))
 
 
 def least_integer(low: int, high: int, holds: Callable[[int], bool]) -> int:

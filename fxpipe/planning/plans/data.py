@@ -342,18 +342,15 @@ class PlanData:
         """Computes the bytes of all weight versions but the newest; a weight is as large as its gradient."""
         return (self.weight_versions(stage.index) - 1) * stage.gradient_bytes
 
-    def as_schedule(self) -> Schedule:
-        """Returns the schedule as a table: the actions of each device, in order."""
-        return self._schedule_of(self.micro_batches)
-
-    def _schedule_of(self, micro_batches: int) -> Schedule:
-        n = len(self.stages)
-        return make_schedule(self.schedule, n, micro_batches, self.checkpoint, self.placement, self.turns)
+    def as_schedule(self, micro_batches: int | None = None) -> Schedule:
+        """Returns the schedule as a table: the actions of each device, in order. `micro_batches` None: as planned."""
+        m = self.micro_batches if micro_batches is None else micro_batches
+        return make_schedule(self.schedule, len(self.stages), m, self.checkpoint, self.placement, self.turns)
 
     def _steady_schedule(self) -> Schedule:
         """Returns the schedule with enough micro-batches for the steady state, in a stream of several steps."""
         n = len(self.stages)
-        return self._schedule_of(steady_micro_batches(self.schedule, n, self.micro_batches, self.stage_turns))
+        return self.as_schedule(steady_micro_batches(self.schedule, n, self.micro_batches, self.stage_turns))
 
     # -- Formulas in the micro-batch size and the dynamic sizes --------------------------------------------------------
 
@@ -372,8 +369,11 @@ class PlanData:
         Raises:
             ArgumentError: the plan has no such stage or size, or the graph is not valid for this size.
         """
-        own = self._stage(stage).bytes
-        return self._evaluate(self._memory(self._stage(stage)), b, sizes, (own.working, *own.working_elsewhere))
+        own, schedule = self._stage(stage), self._steady_schedule()
+        static = Polynomial.in_b(own.parameter_bytes + own.state_bytes + self._version_bytes(own))
+        counts = micro_batches_in_flight(schedule)[stage], activations_in_flight(schedule)[stage]
+        kept = stage_memory(static, own.bytes.kept(self.recomputes(stage)), own.bytes.held, ZERO, *counts)
+        return self._evaluate(kept, b, sizes, (own.bytes.working, *own.bytes.working_elsewhere))
 
     def flops(self, stage: int, b: int | None = None, **sizes: int) -> sympy.Expr:
         """Computes the floating-point operations of a stage for one micro-batch, forward and backward; see `memory`."""
@@ -412,13 +412,6 @@ class PlanData:
         several = polynomial.formula + sympy.Max(*(part.formula for part in parts))
         formula = sums[0].formula if len(sums) == 1 else several
         return formula.subs({s: sizes[s.name] for s in formula.free_symbols if s.name in sizes})
-
-    def _memory(self, stage: StagePlan) -> Polynomial:
-        """Computes all memory except temporary memory."""
-        schedule, j, sizes = self._steady_schedule(), stage.index, stage.bytes
-        static = Polynomial.in_b(stage.parameter_bytes + stage.state_bytes + self._version_bytes(stage))
-        counts = micro_batches_in_flight(schedule)[j], activations_in_flight(schedule)[j]
-        return stage_memory(static, sizes.kept(self.recomputes(j)), sizes.held, ZERO, *counts)
 
     def _stage(self, stage: int) -> StagePlan:
         if not 0 <= stage < len(self.stages):
