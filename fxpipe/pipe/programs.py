@@ -42,7 +42,6 @@ from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.tracing.dynamic_sizes import TOO_LONG, DynamicDims, InputDim
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.print_calls import text_of_prints
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.record.recorded_sizes import refuse_other_answers
 from fxpipe.tracing.shapes.output_dims import InputValues
@@ -473,7 +472,14 @@ class Programs:
             self.plan = replace(self.plan, why=(*self.plan.why, *new))
         self.graphs.add(graph)
         if traced.print_lines:
-            self.warn_once("prints", text_of_prints(self.model, traced.print_lines))
+            places = ", ".join(traced.print_lines[:3]) + (", ..." if len(traced.print_lines) > 3 else "")
+            self.warn_once(
+                "prints",
+                f"forward of {type(self.model).__name__} prints at {places}: this is shown once while the model is "
+                "planned, and not in a step, which runs the graph of what forward computes; to print in each step, put "
+                "a forward hook on a module inside (register_forward_hook), or keep the module that prints whole "
+                "(leaf_modules=)",
+            )
         return graph
 
     def bind(self, prepared: PreparedGraph) -> BoundProgram:

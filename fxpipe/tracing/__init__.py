@@ -29,7 +29,7 @@ from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSize
 from fxpipe.tracing.fake_tensors import active_fake_mode, is_faked, mute_fake_tensor_logs, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
-from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
+from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.record import record_model
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
 from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON
@@ -108,7 +108,7 @@ def trace(
     if not isinstance(args, tuple):
         raise ArgumentTypeError(f"args is {with_article(args)}; expected a tuple of inputs, as in (x,)")
     with (
-        mute_repeated_prints(),
+        mute_repeated_prints() as prints,
         show_progress(progress),
         _ready_to_record(model),
         with_fake_tensors(model, (args, kwargs or {})) as (args, kwargs),
@@ -126,7 +126,7 @@ def trace(
         request = TraceRequest(
             model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, compares, seed, dynamic, is_whole
         )
-        traced = replace(_find_graph_with_dynamic_sizes(request), print_lines=lost_prints())
+        traced = replace(_find_graph_with_dynamic_sizes(request), print_lines=tuple(prints))
         if (mode := active_fake_mode()) is not None:
             traced.constants.update({name: mode.original(tensor) for name, tensor in traced.constants.items()})
         check_invariants(traced)

@@ -271,13 +271,3 @@ class SizeComparisons:
     lengths: set[Lengths] = field(default_factory=set)
     harmless: set[SizeCondition] = field(default_factory=set)  # conditions on dynamic sizes that need not hold
     bounds: SizeCondition | None = None  # graph and model differ beyond these sizes
-
-    def hold_between_compared(self) -> None:
-        """Restricts the graph to sizes between the compared ones."""
-        known = [dict(one) for one in self.lengths]
-        ranges = [
-            sympy.And(symbol >= min(one[symbol] for one in known), symbol <= max(one[symbol] for one in known))
-            for symbol in known[0]
-        ]
-        where = "where graph and model were compared, and found to differ beyond"
-        self.bounds = SizeCondition(sympy.And(*ranges), where)

@@ -150,13 +150,23 @@ def refuse_unguardable(traced: Traced) -> None:
     if not stopping:
         add_expectations(list(sources))
         return
-    modules = frozenset(path for read in stopping if (path := info(read).module))
+    modules = frozenset(info(read).module for read in stopping) - {""}
     earliest: dict[str, int] = {}  # by path of a module, the calls that it makes before the first of these reads
     for known_read in map(info, stopping):
         number = known_read.recorded_at.calls
         earliest[known_read.module] = min(earliest.get(known_read.module, number), number)
     calls = {path: calls_before_effects(traced.graph, path, number) for path, number in earliest.items()}
-    raise CannotRecord(_unguardable_text(stopping[0], sources[stopping[0]]), modules, calls=calls)
+    read, path = stopping[0], info(stopping[0]).module
+    remedy = "keep the decision in tensors (torch.where, masks), or take it outside forward"
+    remedy += "" if path else ", or into a module inside the model, which recording keeps whole"
+    if "nested_tensor" in str(read.target):
+        remedy = "build it with TransformerEncoder(..., enable_nested_tensor=False)"
+    raise CannotRecord(
+        f"the model{f' in module {path!r}' if path else ''} reads {describe_read(read)} ({value_read_of(read).text}) "
+        f"that depends on {sources[read]} at {info(read).source}; {remedy}",
+        modules,
+        calls=calls,
+    )
 
 
 def extract_guards(traced: Traced) -> Guards:
@@ -256,20 +266,6 @@ def _unknown_source(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -
     read_tensors = [n for n in needed if n.op == "get_attr" and attribute_tensor(traced, n).requires_grad]
     trained = sorted(repr(n.target) for n in read_tensors)
     return next(iter([*trained, *(s for s in (_RANDOM_NUMBERS, "the inputs") if s in sources)]), None)
-
-
-def _unguardable_text(read: fx.Node, source: str) -> str:
-    path = info(read).module
-    remedy = (
-        "build it with TransformerEncoder(..., enable_nested_tensor=False)"
-        if "nested_tensor" in str(read.target)
-        else "keep the decision in tensors (torch.where, masks), or take it outside forward"
-        + ("" if path else ", or into a module inside the model, which recording keeps whole")
-    )
-    return (
-        f"the model{f' in module {path!r}' if path else ''} reads {describe_read(read)} ({value_read_of(read).text}) "
-        f"that depends on {source} at {info(read).source}; {remedy}"
-    )
 
 
 def _only_decide(needed: Collection[fx.Node], known: Collection[fx.Node]) -> bool:

@@ -26,7 +26,7 @@ from fxpipe._torch.autograd import base_of, version_of
 from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.functions import opname
-from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
+from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_children, tensor_stores
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.parameter_offload import OffloadedParameters, can_be_offloaded
@@ -103,14 +103,6 @@ def container_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns all tensors that modules hold, also in containers, by name."""
     return {slot.name: tensor for slot, tensor in slots_of(model).items()} | container_tensors(model)
-
-
-def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Sets a buffer or an attribute, like an assignment in forward."""
-    path, _, key = name.rpartition(".")
-    module = model.get_submodule(path)
-    buffers = own_buffers(module)
-    (buffers if key in buffers else module.__dict__)[key] = value
 
 
 def equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -11,10 +11,8 @@ import contextlib
 import io
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
-
-from torch import nn
 
 from fxpipe.tracing.record.opaque_call import active
 
@@ -36,12 +34,12 @@ def _print_once(*values: Any, file: Any = None, **settings: Any) -> None:
 
 
 @contextlib.contextmanager
-def mute_repeated_prints(is_first_run: bool = True) -> Iterator[None]:
-    """A block in which `print` works until the model has run once."""
+def mute_repeated_prints(is_first_run: bool = True) -> Iterator[Collection[str]]:
+    """A block in which `print` works until the model has run once; yields the lines that print in that run."""
     global _print
     here = threading.get_ident()
     if here in _lost:
-        yield
+        yield _lost[here]
         return
     with _lock:
         if builtins.print is not _print_once:
@@ -49,7 +47,7 @@ def mute_repeated_prints(is_first_run: bool = True) -> Iterator[None]:
         _lost[here] = {}
         _in_first_run.update({here} if is_first_run else ())
     try:
-        yield
+        yield _lost[here]
     finally:
         with _lock:
             end_first_run()
@@ -58,21 +56,6 @@ def mute_repeated_prints(is_first_run: bool = True) -> Iterator[None]:
                 builtins.print = _print
 
 
-def lost_prints() -> tuple[str, ...]:
-    """Returns the source lines of prints of forward in this block, which steps will not run."""
-    return tuple(_lost.get(threading.get_ident(), ()))
-
-
 def end_first_run() -> None:
     """Ends the first run of the model: later runs do not print."""
     _in_first_run.discard(threading.get_ident())
-
-
-def text_of_prints(model: nn.Module, lines: Sequence[str]) -> str:
-    """Returns the warning of prints that steps do not run."""
-    places = ", ".join(lines[:3]) + (", ..." if len(lines) > 3 else "")
-    return (
-        f"forward of {type(model).__name__} prints at {places}: this is shown once while the model is planned, and not "
-        "in a step, which runs the graph of what forward computes; to print in each step, put a forward hook on a "
-        "module inside (register_forward_hook), or keep the module that prints whole (leaf_modules=)"
-    )

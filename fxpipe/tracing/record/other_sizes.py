@@ -31,12 +31,12 @@ from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.model_state import container_tensors, equal_tensors
 from fxpipe.tracing.node_info import info, set_info, value_read_of
-from fxpipe.tracing.record.fit_formula import Number, SizePoint, simplest_formula
 from fxpipe.tracing.record.module_hooks import is_computation_hook
 from fxpipe.tracing.record.record_model import erase_unused_nodes, input_leaves
 from fxpipe.tracing.record.recorded_sizes import GUISES, TEXTS, Disguise, SizeRead, length
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.shapes.input_dims import candidate_dims
+from fxpipe.tracing.shapes.observed_shapes import Number, SizePoint, simplest_formula
 from fxpipe.tracing.shapes.symbolic_shapes import SIZE_RELATIONS, add_size_read
 from fxpipe.tracing.tensors import slice_samples
 from fxpipe.tracing.traced import CALL_OPS, Traced, TraceRequest, runs_python

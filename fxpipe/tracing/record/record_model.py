@@ -357,7 +357,10 @@ def changed_input_item(
     now = {argument_name(model, path) + "".join(map(str, path[2:])): value for path, value in paths}
     old = {leaf.path: x if leaf.is_tensor else leaf.constant for leaf, x in zip(leaves, values, strict=True)}
     for name in (*now, *old):
-        if name not in now or name not in old or not _is_same_leaf(old[name], now[name]):
+        if name not in now or name not in old:
+            return name
+        is_tensor = any(isinstance(leaves[name], torch.Tensor) for leaves in (old, now))
+        if old[name] is not now[name] if is_tensor else not equal_values(old[name], now[name]):
             return name
     return None if new_spec == spec else "the structure"
 
@@ -371,12 +374,6 @@ def changed_container_error(name: str, line: str = UNKNOWN_LINE) -> CannotRecord
         f"{CACHE_ADVICE}",
         is_final=True,
     )
-
-
-def _is_same_leaf(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return left is right
-    return equal_values(left, right)
 
 
 def line_of_change(model: nn.Module, tree: Any, spec: pytree.TreeSpec, has_changed: Callable[[], object]) -> str:

@@ -220,7 +220,7 @@ class SymbolicRun:
         if self.cache is None:
             return self._fake(node)
         key = self.cache.key(node, self.node_values)
-        value = self.cache.known(key)
+        value = self.cache.values.get(key)
         if value is None:
             value = self._fake(node)
             self.cache.keep(node, key, value, self.node_values)
@@ -426,9 +426,6 @@ class NodeCache:
         if id(value) not in self._number_of:
             self._number_of[id(value)] = self._numbers.setdefault(_value_key(value), len(self._numbers))
         return self._number_of[id(value)]
-
-    def known(self, key: Hashable) -> Any:
-        return self.values.get(key)
 
     def key(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable:
         """Returns the key of a call."""

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import TraceError
-from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim, Lengths
+from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim, Lengths, SizeCondition
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
@@ -328,7 +328,11 @@ def recheck_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any
             if _compare(traced, leaves, lengths):
                 traced.comparisons.lengths.add(lengths)
         except FixedSizeError:
-            traced.comparisons.hold_between_compared()
+            known = [dict(one) for one in traced.comparisons.lengths]
+            limits = [(s, [one[s] for one in known]) for s in known[0]]
+            between = sympy.And(*(sympy.And(s >= min(sizes), s <= max(sizes)) for s, sizes in limits))
+            where = "where graph and model were compared, and found to differ beyond"
+            traced.comparisons.bounds = SizeCondition(between, where)
             return False
         return True
 

@@ -30,7 +30,7 @@ from torch import fx
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import backward_id, suspend_hooks
 from fxpipe._torch.functions import opname
-from fxpipe._torch.module_internals import module_flags
+from fxpipe._torch.module_internals import module_flags, own_buffers
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, is_hooks_error
 from fxpipe.errors import DecisionError, TraceError
 from fxpipe.tracing.dynamic_sizes import SizeCondition
@@ -43,7 +43,6 @@ from fxpipe.tracing.model_state import (
     equal_tensors,
     is_fixed,
     preserve_state,
-    set_tensor,
     slots_of,
     without_gradients,
 )
@@ -434,7 +433,12 @@ def _refuse_other_gradients(traced: Traced, want: _CallResult, have: _CallResult
         else:
             # A gradient that cancels out is only rounding, which differs between kernels of torch. To measure it,
             # the model runs again with the outputs' gradients a third larger.
-            again = again or _scaled_gradients(traced, sample)
+            if again is None:
+                inputs = list(map(copy_as_leaf, sample))
+                with restoring(traced):
+                    outputs, _ = call_model(traced, inputs)
+                    again = _gradients_of_model(traced, outputs, inputs, sample, GRADIENT_FACTOR)
+                assert again is not None
             same = again[name]
             if same is not None and gradient.distance(other) <= 100 * gradient.distance(same, GRADIENT_FACTOR):
                 continue
@@ -505,15 +509,6 @@ def _calls_of_model(
     return calls, again
 
 
-def _scaled_gradients(traced: Traced, sample: Sequence[Any]) -> _GradientSummaries:
-    inputs = list(map(copy_as_leaf, sample))
-    with restoring(traced):
-        outputs, _ = call_model(traced, inputs)
-        gradients = _gradients_of_model(traced, outputs, inputs, sample, GRADIENT_FACTOR)
-    assert gradients is not None
-    return gradients
-
-
 def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies `held` (tensors in containers) and the named tensors of the model except parameters.
 
@@ -566,7 +561,10 @@ def _leave(traced: Traced, run: GraphRun) -> None:
             if not tensor.requires_grad and not equal_tensors(tensor, copy):
                 tensor.copy_(copy)
         for name, tensor in run.assigned.items():
-            set_tensor(traced.model, name, tensor)
+            path, _, key = name.rpartition(".")
+            module = traced.model.get_submodule(path)
+            buffers = own_buffers(module)
+            (buffers if key in buffers else module.__dict__)[key] = tensor
 
 
 def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any]) -> dict[str, torch.Tensor]:

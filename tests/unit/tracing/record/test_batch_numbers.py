@@ -18,8 +18,8 @@ import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.record.fit_formula import simplest_formula
 from fxpipe.tracing.record.opaque_call import leaf
+from fxpipe.tracing.shapes.observed_shapes import simplest_formula
 from fxpipe.tracing.verify.compared_sizes import holds_for_micro_batches
 from fxpipe.utils.batch_split import samples_per_micro_batch
 
