@@ -209,11 +209,6 @@ class Cluster:
         buckets = -(-size // BUCKET_BYTES)
         return buckets * self.group(worker).seconds(size / buckets), buckets
 
-    def group_crossings(self, worker: int) -> int:
-        """Counts the links of a group's ring that cross nodes."""
-        nodes = {self.node(replica, worker) for replica in range(self.count(worker))}
-        return len(nodes) if len(nodes) > 1 else 0
-
     def __str__(self) -> str:
         place = f"{count_text(self.nodes, 'node')} of {self.devices_per_node}"
         if self.replicas:

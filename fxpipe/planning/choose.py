@@ -36,7 +36,7 @@ from fxpipe.planning.plans.data import Bottleneck
 from fxpipe.planning.plans.retarget import MESSAGE_SECONDS, action_seconds, interpreter_has_lock, reckon_host
 from fxpipe.planning.replication import pipedream_starts
 from fxpipe.profiling import Profile
-from fxpipe.rewriting import forbidden_cuts
+from fxpipe.rewriting.cut_points import forbidden_cuts
 from fxpipe.scheduling import SCHEDULES, make_schedule
 from fxpipe.scheduling.row_transforms import neighbour_groups
 from fxpipe.scheduling.streams import is_stream

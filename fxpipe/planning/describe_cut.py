@@ -39,8 +39,7 @@ from fxpipe.planning.plans.retarget import LOOPBACK, MESSAGE_SECONDS, place_tran
 from fxpipe.profiling import NodeCost, Profile, Seconds
 from fxpipe.profiling.formulas import size_point, size_polynomial
 from fxpipe.profiling.memory import count_flops_and_bytes
-from fxpipe.rewriting import Program
-from fxpipe.rewriting.program import PIPE_INPUT, value_users
+from fxpipe.rewriting.program import PIPE_INPUT, Program, value_users
 from fxpipe.rewriting.relay_routes import relay_routes
 from fxpipe.scheduling.factory import schedule_text
 from fxpipe.simulation import transfers_of

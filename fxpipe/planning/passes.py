@@ -27,7 +27,9 @@ from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.retarget import resize_plan
 from fxpipe.profiling import Profile, profile
 from fxpipe.profiling.profile_data import profile_for
-from fxpipe.rewriting import Program, forbidden_cuts, split_into_stages
+from fxpipe.rewriting.build_stages import split_into_stages
+from fxpipe.rewriting.cut_points import forbidden_cuts
+from fxpipe.rewriting.program import Program
 from fxpipe.scheduling.factory import schedule_text
 from fxpipe.tracing import Traced, trace, trace_unverified
 from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims

@@ -34,7 +34,7 @@ from fxpipe.planning.options.parse import CHUNKS_PER_WORKER
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.plans.retarget import LOOPBACK
 from fxpipe.profiling import Profile
-from fxpipe.rewriting import forbidden_cuts
+from fxpipe.rewriting.cut_points import forbidden_cuts
 from fxpipe.scheduling.streams import is_stream
 from fxpipe.tracing import Traced
 

@@ -182,8 +182,11 @@ def profile(
         weight = seconds(lambda m: m.weight_seconds, node, backward_work)
         backward = seconds(lambda m: m.backward_seconds - m.weight_seconds, node, backward_work) + weight
         forward = seconds(lambda m: m.forward_seconds, node, work)
-        if lengths and chosen is not None and counted.work is not None:
-            forward, backward, weight = _growing_on(chosen, counted.work, here, forward, backward, weight)
+        if lengths and chosen is not None and counted.work is not None:  # grow with the estimates of its operations
+            runs = (counted.work.forward, counted.work.backward, counted.work.to_inputs)
+            ahead, back, to_inputs = (polynomial_sum(one.growing(chosen, here.values) for one in run) for run in runs)
+            forward, backward = replace(forward, growing=ahead), replace(backward, growing=back)
+            weight = replace(weight, growing=back + to_inputs * -1)
         costs.append(replace(counted, forward=forward, backward=backward, weight=weight))
     of_loss = None
     if end in timings[here]:
@@ -210,16 +213,6 @@ def profile(
         of_loss,
         here.others,
     )
-
-
-def _growing_on(
-    hardware: Hardware, work: NodeWork, here: SizePoint, forward: Seconds, backward: Seconds, weight: Seconds
-) -> tuple[Seconds, Seconds, Seconds]:
-    """Returns seconds that grow with the estimated seconds of the operations."""
-    runs = (work.forward, work.backward, work.to_inputs)
-    ahead, back, to_inputs = (polynomial_sum(one.growing(hardware, here.values) for one in run) for run in runs)
-    of_weights = back + to_inputs * -1
-    return replace(forward, growing=ahead), replace(backward, growing=back), replace(weight, growing=of_weights)
 
 
 def _estimates(counts: GraphCounts, points: Sequence[SizePoint], hardware: Hardware, loss: LossOf | None) -> Timings:

@@ -123,9 +123,7 @@ class Clock:
     def on(cls, device: torch.device) -> Clock:
         if device.type != "cpu":
             clock = _event_clock(device)
-        elif torch.get_num_threads() > 1:
-            clock = cls(time.perf_counter, device=device)
-        elif _SCHEDULED.exists():
+        elif torch.get_num_threads() == 1 and _SCHEDULED.exists():
             clock = cls(time.thread_time, device=device, waited=_seconds_without_work)
         else:
             clock = cls(time.perf_counter, device=device)

@@ -121,7 +121,12 @@ def observe_storages(
         ValuesNeededError: counts depend on values, so run without `once`.
         ChangedInPlaceError: run without `once`, since a node changes more of its arguments than their values.
     """
-    return _StorageObserver(traced, effects, once, keeps_outputs).run(leaves)
+    observer = _StorageObserver(traced, effects, once, keeps_outputs)
+    try:
+        return observer.run(leaves)
+    finally:  # break a reference cycle: values refer to their history, it to the hooks, and these to the observer
+        for values in (observer.values, observer.first, observer.outputs):
+            values.clear()
 
 
 class _StorageObserver:
@@ -145,15 +150,6 @@ class _StorageObserver:
         self._outputs = {o for o in ends if isinstance(o, fx.Node)}
 
     def run(self, leaves: Sequence[Any]) -> StorageObservations:
-        try:
-            return self._run(leaves)
-        finally:
-            # Break a reference cycle: values refer to their history, it to the hooks, and these to this run.
-            self.values.clear()
-            self.first.clear()
-            self.outputs.clear()
-
-    def _run(self, leaves: Sequence[Any]) -> StorageObservations:
         self._begin(leaves)
         place = self.effects.place
         last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in self.traced.graph.nodes}

@@ -408,7 +408,9 @@ class Simulation(HasTimeline):
                 groups.append((cluster.worker(device_of[stage]), size))
         for worker, size in groups:  # bytes of gradients that its replicas reduce per mini-batch
             # In a ring, each link to the next device carries this many bytes.
-            count, crossings = cluster.count(worker), cluster.group_crossings(worker)
+            count = cluster.count(worker)
+            nodes = {cluster.node(replica, worker) for replica in range(count)}
+            crossings = len(nodes) if len(nodes) > 1 else 0  # links of the ring between nodes
             each = 2 * (count - 1) / count * size
             reduced[0] += (count - crossings) * each
             reduced[1] += crossings * each

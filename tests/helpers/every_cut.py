@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.rewriting import forbidden_cuts, split_into_stages
+from fxpipe.rewriting.build_stages import split_into_stages
+from fxpipe.rewriting.cut_points import forbidden_cuts
 from fxpipe.runtime import BoundProgram, Engine, wire_program
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.step_inputs import GivenInputs

@@ -8,8 +8,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fxpipe._torch.tensor_data import storages_of
 from fxpipe._torch.thread_state import set_thread_state
-from fxpipe.rewriting import PIPE_INPUT, split_into_stages
-from fxpipe.rewriting.program import ReceivedValue
+from fxpipe.rewriting.build_stages import split_into_stages
+from fxpipe.rewriting.program import PIPE_INPUT, ReceivedValue
 from fxpipe.tracing import Traced
 from fxpipe.tracing.traced import attribute_tensor
 from fxpipe.tracing.verify.equivalence import take_samples

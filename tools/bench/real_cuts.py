@@ -14,7 +14,7 @@ import fxpipe
 from fxpipe.partitioning import Chain, Link, StageSite
 from fxpipe.planning.cost_model import chain_of
 from fxpipe.profiling import Profile
-from fxpipe.rewriting import forbidden_cuts
+from fxpipe.rewriting.cut_points import forbidden_cuts
 from fxpipe.tracing import Traced
 from fxpipe.tracing.node_info import info
 

@@ -29,7 +29,9 @@ from fxpipe.planning.passes import ProfiledModel, prepare_cut, trace_and_profile
 from fxpipe.planning.plans.figures import plan_figures
 from fxpipe.profiling import NodeCost, Profile, Seconds, profile
 from fxpipe.profiling.profile_data import ZERO_FORMULA
-from fxpipe.rewriting import PIPE_INPUT, forbidden_cuts, split_into_stages
+from fxpipe.rewriting.build_stages import split_into_stages
+from fxpipe.rewriting.cut_points import forbidden_cuts
+from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced, trace
 

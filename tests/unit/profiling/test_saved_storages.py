@@ -18,7 +18,7 @@ import fxpipe
 from fxpipe.profiling import memory
 from fxpipe.profiling.memory import GraphCounts
 from fxpipe.profiling.saved_storages import ValuesNeededError, observe_storages
-from fxpipe.rewriting import forbidden_cuts
+from fxpipe.rewriting.cut_points import forbidden_cuts
 from fxpipe.tracing import Traced, trace
 
 # -- the oracle --------------------------------------------------------------------------------------------------------

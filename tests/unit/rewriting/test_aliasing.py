@@ -6,8 +6,7 @@ import torch
 from helpers.layered import Layered
 from torch import nn
 
-from fxpipe.rewriting import forbidden_cuts
-from fxpipe.rewriting.cut_points import Aliases
+from fxpipe.rewriting.cut_points import Aliases, forbidden_cuts
 from fxpipe.tracing import trace
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced

@@ -10,8 +10,9 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import PartitionError
-from fxpipe.rewriting import PIPE_INPUT, ConstantOutput, forbidden_cuts, split_into_stages
-from fxpipe.rewriting.program import clone
+from fxpipe.rewriting.build_stages import split_into_stages
+from fxpipe.rewriting.cut_points import forbidden_cuts
+from fxpipe.rewriting.program import PIPE_INPUT, ConstantOutput, clone
 from fxpipe.tracing import trace
 
 CUDA = torch.device("cuda", 0)

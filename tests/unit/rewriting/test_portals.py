@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
-from fxpipe.rewriting import PIPE_INPUT
+from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling.actions import Action, ActionKind

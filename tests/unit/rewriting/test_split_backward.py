@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.rewriting import forbidden_cuts
+from fxpipe.rewriting.cut_points import forbidden_cuts
 from fxpipe.rewriting.program import WeightGradientTape
 from fxpipe.rewriting.split_backward import split_stage_backward
 from fxpipe.rewriting.weight_gradients import ADDMM, BMM, LINEAR, MATMUL, convolution_kind, split_embedding, split_node

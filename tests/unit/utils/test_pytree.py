@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.rewriting import ConstantOutput, split_into_stages
+from fxpipe.rewriting.build_stages import split_into_stages
+from fxpipe.rewriting.program import ConstantOutput
 from fxpipe.utils import pytree as trees
 
 Pair = namedtuple("Pair", "left right")
