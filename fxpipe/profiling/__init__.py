@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import HARDWARE, Hardware, NodeWork, parse_hardware
+from fxpipe.hardware import HARDWARE, Hardware, parse_hardware
 from fxpipe.profiling.flops import work_of
 from fxpipe.profiling.formulas import (
     bytes_of_values,

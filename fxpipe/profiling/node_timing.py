@@ -100,9 +100,7 @@ class TimingRounds:
     keeps_outputs: bool = False  # for a loss
     samples: dict[Hashable, TimingSamples] = field(default_factory=dict)
     kind: dict[fx.Node, Hashable] = field(default_factory=dict)  # the key of its samples
-    values: dict[fx.Node, NodeValue] = field(
-        default_factory=dict
-    )  # alive in this round: tensors are leaves of autograd
+    values: dict[fx.Node, NodeValue] = field(default_factory=dict)  # alive in this round: leaves of autograd
     _written: set[int | None] = field(init=False)  # alias classes
     _of_inputs: set[fx.Node] = field(init=False)  # nodes that depend on inputs, and so differ between micro-batches
     _number: Counter[Hashable] = field(default_factory=Counter)  # number of nodes of a kind

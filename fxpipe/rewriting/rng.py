@@ -254,9 +254,8 @@ def _multi_head_attention(generator: Generator, *args: Any, **kwargs: Any) -> An
 
     def attend(*operands: Any) -> Any:
         attended = attention(generator, *operands)
-        return (
-            F.scaled_dot_product_attention(*operands) if attended is NotImplemented else attended
-        )  # p is 1: draws nothing
+        # With p = 1, for which it is not implemented, torch's draws nothing.
+        return F.scaled_dot_product_attention(*operands) if attended is NotImplemented else attended
 
     def drop(input: Tensor, p: float) -> Tensor:
         return dropout(generator, input, p)

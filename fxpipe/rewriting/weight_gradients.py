@@ -81,12 +81,6 @@ def _matmul_gradients(
     return None if of_transposed is None else of_transposed.t(), of_b
 
 
-def _bmm_gradients(
-    gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool, wants_b: bool
-) -> WeightBiasGradients:
-    return x.transpose(1, 2).conj().bmm(gradient), None
-
-
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 2:
         return tensor
@@ -96,7 +90,11 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
 LINEAR = OperatorKind("linear", functools.partial(_product, F.linear), _linear_gradients)
 MATMUL = OperatorKind("matmul", functools.partial(_product, torch.matmul), _matmul_gradients)
 ADDMM = OperatorKind("addmm", functools.partial(_product, lambda x, w, b: torch.addmm(b, x, w)), _matmul_gradients)
-BMM = OperatorKind("bmm", functools.partial(_product, torch.bmm), _bmm_gradients)
+BMM = OperatorKind(
+    "bmm",
+    functools.partial(_product, torch.bmm),
+    lambda gradient, x, *_: (x.transpose(1, 2).conj().bmm(gradient), None),
+)
 
 
 def convolution_kind(function: Callable[..., torch.Tensor], transposed: bool) -> OperatorKind:
