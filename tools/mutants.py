@@ -1457,7 +1457,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/lazy_state.py",
-        "        and _calls_agree(first_of_others, later_of_others)\n",
+        " and _calls_agree(first_of_others, later_of_others)",
         "",
         "behaviour/test_lazy_state.py::test_what_counts_is_asked_for_a_call_by_hand_and_then_is_right",
     ),
@@ -1469,13 +1469,13 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/lazy_state.py",
-        "        and _calls_agree(first, later)\n",
+        " and _calls_agree(first, later)",
         "",
         "behaviour/test_lazy_state.py::test_what_counts_is_asked_for_a_call_by_hand_and_then_is_right",
     ),
     Mutant(
         "tracing/record/lazy_state.py",
-        "\n        and not _values_agree(values, others)",
+        " and not _values_agree(values, others)",
         "",
         "behaviour/test_lazy_state.py::test_samples_that_are_nothing_do_not_tell_what_a_first_call_makes_of_them",
     ),

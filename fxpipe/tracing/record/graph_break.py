@@ -148,9 +148,7 @@ class _Segment:
         self, module: nn.Module, names: tuple[str, ...], first: int, stops: frozenset[str], shared: frozenset[Slot]
     ):
         self.module, self.names, self.stops = module, names, stops
-        self.shared = (
-            shared  # buffers that earlier segments read, perhaps in another stage, and that must not be written
-        )
+        self.shared = shared  # buffers that earlier segments read, perhaps in another stage: not to be written
         self.first = first  # number of names that are called before any other module
         self._left_out = {*stops} | _large_modules(module).intersection(names)  # unless the first run calls it
         self.end: _SegmentEnd | None = None

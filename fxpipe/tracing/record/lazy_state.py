@@ -73,12 +73,8 @@ def make_lazy_state(
         before.restore()
         return None  # the model raises again
     is_once = bool(first.created) and later.created == [] and later_of_others.created == []
-    if (
-        is_once
-        and _calls_agree(first, later)
-        and _calls_agree(first_of_others, later_of_others)
-        and not _values_agree(values, others)
-    ):
+    are_same = is_once and _calls_agree(first, later) and _calls_agree(first_of_others, later_of_others)
+    if are_same and not _values_agree(values, others):
         return before
     before.restore()
     if is_once and first.created:

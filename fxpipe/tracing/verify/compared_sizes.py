@@ -268,9 +268,7 @@ class _Deterministic(TorchFunctionMode):
             return func(**bound | {_WITH_DROPOUT[func]: 0.0})
         if bound.get("training") and bound.get("running_mean") is not None:
             bound["training"] = False
-        elif (
-            bound.get("training") and bound.get("weight") is not None
-        ):  # without a weight it may be a loss over samples
+        elif bound.get("training") and bound.get("weight") is not None:  # without one it may be a loss over samples
             zeros = torch.zeros_like(bound["weight"])
             bound |= {"training": False, "running_mean": zeros, "running_var": zeros + 1}
         return func(**bound) if func is F.batch_norm else func(*map(bound.get, parameter_names(func)))
