@@ -84,7 +84,8 @@ def train(name, gone):
     versions.optional_name = optional_name
     model, inputs = model_for(name)
     whole = ["1"] if "checkpoint" in name else []
-    compiled = {"backend": "eager"} if "compile" in name else False
+    is_of_compiler = name.startswith("tools:") and "profiler" not in name.lower()
+    compiled = {"backend": "eager"} if is_of_compiler else False
     profile = torch.profiler.profile() if "profiler" in name or "KINETO" in name else nullcontext()
     pipe = fxpipe.pipeline(
         model,
