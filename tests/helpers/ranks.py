@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import signal
 import tempfile
 import time
 import traceback
@@ -131,7 +130,7 @@ class Ranks:
                 calls.send(None)
             process.join(2)
             if process.is_alive():
-                os.kill(process.pid or 0, signal.SIGKILL)
+                process.kill()
                 process.join()
         shutil.rmtree(self._folder, ignore_errors=True)
 
