@@ -9,30 +9,3 @@ With transfers, memory and unequal devices: `chain.py` (the graph in numbers, an
 
 With replicas of stages: `pipedream.py`. `cut_least_misplaced` cuts a later graph of the same model like the first.
 """
-
-from fxpipe.cluster import Link
-from fxpipe.partitioning.block import block_partition
-from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageLoad, StageSite, stage_loads
-from fxpipe.partitioning.manual_cuts import cut_by_block, cut_least_misplaced
-from fxpipe.partitioning.optimal import OptimalCut, optimal_partition
-from fxpipe.partitioning.pipedream import BandwidthLevel, ReplicatedPartition, ReplicatedStage, pipedream_partition
-
-__all__ = [
-    "BandwidthLevel",
-    "Chain",
-    "Flow",
-    "HeldStorage",
-    "Link",
-    "OptimalCut",
-    "ParameterUse",
-    "ReplicatedPartition",
-    "ReplicatedStage",
-    "StageLoad",
-    "StageSite",
-    "block_partition",
-    "cut_by_block",
-    "cut_least_misplaced",
-    "optimal_partition",
-    "pipedream_partition",
-    "stage_loads",
-]

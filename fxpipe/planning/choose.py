@@ -16,18 +16,18 @@ from functools import partial
 from itertools import pairwise
 
 from fxpipe.errors import ArgumentError, MemoryLimitError, PartitionError
-from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
-from fxpipe.partitioning.chain import Chain, StageLoad, StageSite, sending_seconds
+from fxpipe.partitioning.chain import Chain, StageLoad, StageSite, sending_seconds, stage_loads
 from fxpipe.partitioning.manual_cuts import (
     NodeSequence,
     PinnedPlacement,
+    cut_by_block,
     cuts_by_names,
     enclosing_paths,
     is_by_names,
     placements_for_pins,
     starts_by_counts,
 )
-from fxpipe.partitioning.optimal import OptimalCut, RemedyTrial, recompute_trials
+from fxpipe.partitioning.optimal import OptimalCut, RemedyTrial, optimal_partition, recompute_trials
 from fxpipe.partitioning.partial_recompute import StagePart, partial_recompute_cuts
 from fxpipe.planning.cost_model import chain_of, largest_lengths, remaining_kinds, stage_devices_of
 from fxpipe.planning.options.parse import place_stages

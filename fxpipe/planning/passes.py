@@ -18,7 +18,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe.cluster import replica_batch
 from fxpipe.errors import ArgumentError, FxpipeError
 from fxpipe.hardware import Hardware
-from fxpipe.partitioning import cut_least_misplaced
+from fxpipe.partitioning.manual_cuts import cut_least_misplaced
 from fxpipe.planning.choose import Cut, choose_cut
 from fxpipe.planning.cost_model import device_kind, device_kinds
 from fxpipe.planning.describe_cut import plan_of_cut

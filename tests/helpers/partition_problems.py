@@ -8,8 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fxpipe.partitioning import Chain, Flow, HeldStorage, Link, ParameterUse, StageSite, cut_by_block
-from fxpipe.partitioning.manual_cuts import NodeSequence, cuts_by_names, is_by_names, starts_by_counts
+from fxpipe.cluster import Link
+from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageSite
+from fxpipe.partitioning.manual_cuts import NodeSequence, cut_by_block, cuts_by_names, is_by_names, starts_by_counts
 
 
 @dataclass(frozen=True)

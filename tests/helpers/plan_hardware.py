@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.cluster import Link
 from fxpipe.hardware import Hardware
-from fxpipe.partitioning import Link
 from helpers.plan_models import BATCH, CHUNKS
 
 

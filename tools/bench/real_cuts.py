@@ -11,7 +11,8 @@ from real_models import RealModel
 from ways_to_cut import Case
 
 import fxpipe
-from fxpipe.partitioning import Chain, Link, StageSite
+from fxpipe.cluster import Link
+from fxpipe.partitioning.chain import Chain, StageSite
 from fxpipe.planning.cost_model import chain_of
 from fxpipe.profiling import Profile
 from fxpipe.rewriting.cut_points import forbidden_cuts

@@ -9,8 +9,10 @@ from dataclasses import replace
 
 from ways_to_cut import Case
 
+from fxpipe.cluster import Link
 from fxpipe.errors import MemoryLimitError
-from fxpipe.partitioning import Chain, Flow, HeldStorage, Link, ParameterUse, StageSite, optimal_partition
+from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageSite
+from fxpipe.partitioning.optimal import optimal_partition
 
 # ---- random sequences ----
 

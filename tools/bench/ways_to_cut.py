@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from fxpipe.partitioning import Chain, StageSite, block_partition, optimal_partition, stage_loads
+from fxpipe.partitioning.block import block_partition
+from fxpipe.partitioning.chain import Chain, StageSite, stage_loads
+from fxpipe.partitioning.optimal import optimal_partition
 
 Starts = Sequence[int]
 

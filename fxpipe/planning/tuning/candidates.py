@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from fxpipe.cluster import MESHES
 from fxpipe.errors import ArgumentError
-from fxpipe.partitioning import block_partition
+from fxpipe.partitioning.block import block_partition
 from fxpipe.planning.cost_model import planned_workers
 from fxpipe.planning.options.parse import place_stages
 from fxpipe.planning.options.pipeline_options import Settings

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import fxpipe.partitioning.block
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
-from fxpipe.partitioning import block_partition
+from fxpipe.partitioning.block import block_partition
 
 finite = st.floats(min_value=0, max_value=1e300)
 small = st.integers(0, 4).map(float)  # many zeros and many ties

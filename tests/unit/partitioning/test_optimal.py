@@ -15,22 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxpipe.partitioning.optimal
+from fxpipe.cluster import Link
 from fxpipe.errors import MemoryLimitError, PartitionError
-from fxpipe.partitioning import (
+from fxpipe.partitioning.chain import (
     Chain,
     Flow,
     HeldStorage,
-    Link,
     ParameterUse,
     StageLoad,
     StageSite,
-    cut_least_misplaced,
-    optimal_partition,
+    recompute_choices,
     stage_loads,
 )
-from fxpipe.partitioning.chain import recompute_choices
 from fxpipe.partitioning.intervals import StageClocks, StageMemory
-from fxpipe.partitioning.optimal import RemedyTrial, best_attempt, recompute_trials
+from fxpipe.partitioning.manual_cuts import cut_least_misplaced
+from fxpipe.partitioning.optimal import RemedyTrial, best_attempt, optimal_partition, recompute_trials
 
 
 def plain_load(

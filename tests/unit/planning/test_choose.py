@@ -29,8 +29,8 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import MemoryLimitError
 from fxpipe.hardware import HARDWARE
-from fxpipe.partitioning import optimal_partition
 from fxpipe.partitioning.chain import Chain, ParameterUse, StageSite
+from fxpipe.partitioning.optimal import optimal_partition
 from fxpipe.planning.choose import share_memory
 from fxpipe.profiling import Seconds
 from fxpipe.scheduling import ActionKind

@@ -19,7 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import fxpipe
 from fxpipe._torch.tensor_data import storages_of
-from fxpipe.partitioning import Chain, Link, StageSite, stage_loads
+from fxpipe.cluster import Link
+from fxpipe.partitioning.chain import Chain, StageSite, stage_loads
 from fxpipe.partitioning.intervals import StageMemory
 from fxpipe.planning.choose import choose_cut
 from fxpipe.planning.cost_model import chain_of

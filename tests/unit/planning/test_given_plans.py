@@ -16,8 +16,8 @@ from helpers.plan_hardware import hardware
 from torch import nn
 
 import fxpipe
+from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError
-from fxpipe.partitioning import Link
 from fxpipe.planning.plans.figures import plan_figures
 
 

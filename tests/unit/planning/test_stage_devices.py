@@ -10,9 +10,9 @@ from helpers.plan_models import BATCH, CHUNKS, Deep, assert_within, bottleneck, 
 from torch import nn
 
 import fxpipe
+from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.hardware import HARDWARE, Hardware
-from fxpipe.partitioning import Link
 from fxpipe.planning.cost_model import MEMORY_MARGIN, PlannedWorker
 from fxpipe.planning.plans.figures import simulate_step
 from fxpipe.profiling import Seconds

@@ -11,8 +11,8 @@ from helpers.plan_hardware import hardware
 from torch import nn
 
 import fxpipe
+from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError
-from fxpipe.partitioning import Link
 from fxpipe.planning.plans.retarget import ACTION_SECONDS, CALL_SECONDS, OPERATION_SECONDS, reckon_host, retarget_plan
 from fxpipe.planning.tuning.candidates import Tuning
 from fxpipe.scheduling import make_schedule

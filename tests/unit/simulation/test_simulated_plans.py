@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxpipe
+from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, cluster_of
-from fxpipe.partitioning import Link
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.data import StagePlan
 from fxpipe.planning.plans.simulate_plan import vary_plan

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxpipe
+from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError
-from fxpipe.partitioning import Link
 from fxpipe.planning.plans.data import OpaqueNode, PlannedSize, Portal, TiedParameter
 from fxpipe.utils.files import dataclass_to_json
 from fxpipe.utils.polynomial import Polynomial
