@@ -1200,7 +1200,7 @@ REWRITING = (
         "unit/rewriting/test_build_stages.py::test_a_stage_sets_the_state_of_its_nodes_and_restores_the_callers",
     ),
     Mutant(
-        "utils/random_generators.py",
+        "utils/accelerator.py",
         "        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK",
         "        state = number + 0x9E3779B97F4A7C15 & _MASK",
         "unit/rewriting/test_rng.py::test_numbers_depend_on_seed_and_ordinal",

@@ -36,20 +36,13 @@ def overload_writes(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[st
 # -- Nodes of calls of torch functions: the opcode, and a name with the module's path --------------------------------
 
 
-def is_torch_nn_leaf(module: nn.Module) -> bool:
-    """Returns True for a module of torch.nn without children."""
-    return type(module).__module__.startswith("torch.nn.") and not own_children(module)
+def label_of(path: str, module: nn.Module | None, name: str, args: tuple[Any, ...]) -> str:
+    """Returns the name of a node, with the path of the module that calls `name`, so that stage code reads like it.
 
-
-def label_of(path: str, name: str, args: tuple[Any, ...], is_all_of_module: bool) -> str:
-    """Returns the name of a node, with the module's path, so that stage code reads like the model.
-
-    Args:
-        path: the path of the module in which the function `name` is called.
-        args: the arguments of the node.
-        is_all_of_module: the function is all that a torch.nn module runs; the module's name suffices.
+    A function in a module of torch.nn without children is all that the module runs: the module's name suffices.
     """
-    parts = [path] if is_all_of_module else [path, name]
+    is_leaf = type(module).__module__.startswith("torch.nn.") and not own_children(module)  # type: ignore[arg-type]
+    parts = [path] if is_leaf else [path, name]
     if args and isinstance(args[0], fx.Node) and args[0].op == "get_attr" and name.endswith("_"):
         parts = [path, str(args[0].target).rpartition(".")[2], name]  # `bn_num_batches_tracked_add`, not `bn`
     label = "_".join(part.strip("_").replace(".", "_") for part in parts if part.strip("_")) or name.strip("_")
@@ -79,24 +72,20 @@ def takes_only_arrays(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-def holds_numbers(result: Any) -> bool:
-    return result is not None and any(isinstance(leaf, (int, float, complex)) for leaf in pytree.tree_leaves(result))
-
-
 # -- Names of functions and attributes, and types of values, that recording depends on -------------------------------
 
 # Functions without a node: their results are equal in every run of a graph, or are text for users.
-_NODELESS = frozenset(
+NODELESS = frozenset(
     "dense_dim sparse_dim dim_order cudnn_is_acceptable dim ndimension is_floating_point is_complex is_signed "
     "element_size is_contiguous storage_offset data_ptr get_device __hash__ untyped_storage can_cast __dir__ "
     "result_type promote_types is_storage is_inference __dlpack_device__ has_names get_default_device "
     "is_same_size is_tensor is_grad_enabled "
-    "is_autocast_enabled get_autocast_dtype get_default_dtype".split()
+    "is_autocast_enabled get_autocast_dtype get_default_dtype "
+    "_set_grad_enabled _enter_autocast _exit_autocast".split()  # the last three are kept by ThreadState
 )
 # Functions that report the memory layout of a tensor, which depends on its sizes.
 LAYOUT_QUESTIONS = frozenset("is_contiguous storage_offset dim_order is_non_overlapping_and_dense".split())
 STORAGE_METHODS = frozenset("untyped_storage storage".split())
-_STATE_FUNCTIONS = frozenset("_set_grad_enabled _enter_autocast _exit_autocast".split())  # kept by ThreadState
 # Functions that read the values of a tensor.
 VALUE_READS = frozenset(
     "item tolist numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero equal "
@@ -112,8 +101,3 @@ PLAIN_TYPES = (bool, int, float, complex, str)
 CONSTANT_TYPES = (type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Python's types, which torch takes as dtypes.
 DTYPES_OF_PYTHON = {int: torch.int64, float: torch.float64, bool: torch.bool, complex: torch.complex128}
-
-
-def leaves_no_node(name: str) -> bool:
-    """Returns True if functions of this name run without a node."""
-    return name in _NODELESS or name in _STATE_FUNCTIONS or (name.startswith("is_") and name != "is_nonzero")

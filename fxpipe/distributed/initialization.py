@@ -38,7 +38,7 @@ from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.planning.options.parse import parse_switch
 from fxpipe.tracing.model_state import preserve_rng, python_rng_state, set_python_rng_state
 from fxpipe.tracing.tensors import has_values, storage_of, tensors_in
-from fxpipe.utils.random_generators import mix_seed, peek_seed
+from fxpipe.utils.accelerator import mix_seed, peek_seed
 from fxpipe.utils.units import names_text, with_article
 
 INDEX_SUFFIX = ".safetensors.index.json"

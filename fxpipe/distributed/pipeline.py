@@ -26,9 +26,9 @@ from fxpipe.pipe.train_stream import TrainStream
 from fxpipe.planning.options.pipeline_options import check_replicas, make_settings
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.candidate_search import with_best_schedule
-from fxpipe.runtime import StepRecord
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
+from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Action
 from fxpipe.scheduling.streams import WeightPolicy
 from fxpipe.tracing.record.module_hooks import user_hooks_of

@@ -34,8 +34,8 @@ from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan
 from fxpipe.rewriting.relay_routes import relay_routes
-from fxpipe.runtime import BoundProgram, InlineExecutor
-from fxpipe.runtime.bound_program import ModelTensors
+from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
+from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_inputs import GivenInputs
@@ -44,9 +44,9 @@ from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.tensors import has_values
 from fxpipe.tracing.traced import Traced
+from fxpipe.utils.accelerator import draw_seed, peek_seed
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
-from fxpipe.utils.random_generators import draw_seed, peek_seed
 from fxpipe.utils.units import names_text
 
 EVALUATION, TRAINING, STREAM = "the pipe", "forward_backward", "train_stream"

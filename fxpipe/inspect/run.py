@@ -20,10 +20,9 @@ from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, TooManyS
 from fxpipe.inspect import cli_options, step_summary, targets
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
 from fxpipe.inspect.json_document import Findings, findings_document
-from fxpipe.inspect.plan_text import plan_text
+from fxpipe.inspect.plan_text import plan_text, tuning_text
 from fxpipe.inspect.report import save_report
 from fxpipe.inspect.stage_graph import save_graph
-from fxpipe.inspect.tuning_text import tuning_text
 from fxpipe.planning import entry, passes
 from fxpipe.planning.cost_model import planned_workers
 from fxpipe.planning.options.parse import COMPARED_SCHEDULES

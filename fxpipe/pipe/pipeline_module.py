@@ -20,7 +20,7 @@ from fxpipe.pipe.train_stream import StreamLoop, TrainStream, stream_policy
 from fxpipe.planning.options.parse import DROP_IN_SCHEDULE, parse_compile, parse_switch
 from fxpipe.planning.options.pipeline_options import OPTION_DEFAULTS, Settings
 from fxpipe.planning.plans import Plan
-from fxpipe.runtime import Executor, StepRecord, executor_for
+from fxpipe.runtime.executors import Executor, executor_for
 from fxpipe.runtime.losses import (
     LossCall,
     check_loss_function,
@@ -30,6 +30,7 @@ from fxpipe.runtime.losses import (
     refuse_inputs_by_name,
 )
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
+from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling.streams import WeightPolicy
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
 from fxpipe.tracing.source_lines import code_of_function, line_of_function

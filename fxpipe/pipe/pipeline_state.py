@@ -26,18 +26,20 @@ from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import simulate
-from fxpipe.runtime import BoundProgram, Engine, Executor, StepRecord, executor_for
-from fxpipe.runtime.bound_program import ModelTensors
+from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
+from fxpipe.runtime.engine import Engine
+from fxpipe.runtime.executors import Executor, executor_for
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer, noting_updates
 from fxpipe.runtime.step_inputs import GivenInputs
+from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule, make_schedule
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.model_state import slots_of
 from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.tensors import has_values
+from fxpipe.utils.accelerator import peek_seed
 from fxpipe.utils.progress import show_progress
-from fxpipe.utils.random_generators import peek_seed
 from fxpipe.utils.units import human_bytes
 
 

@@ -36,9 +36,9 @@ from fxpipe.planning.passes import (
 )
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.candidate_search import with_best_chunks
-from fxpipe.runtime import BoundProgram, wire_program
-from fxpipe.runtime.bound_program import StageReplica
+from fxpipe.runtime.bound_program import BoundProgram, StageReplica
 from fxpipe.runtime.step_inputs import GivenInputs
+from fxpipe.runtime.wiring import wire_program
 from fxpipe.tracing.dynamic_sizes import TOO_LONG, DynamicDims, InputDim
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.node_info import info
@@ -49,11 +49,11 @@ from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.tensors import has_values
 from fxpipe.tracing.traced import GraphKey, Traced, inputs_key
 from fxpipe.tracing.verify.effects import least_samples, refuse_unwritable_inputs
+from fxpipe.utils.accelerator import peek_seed
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import show_progress
 from fxpipe.utils.pytree import flatten, has_own_attributes
-from fxpipe.utils.random_generators import peek_seed
 
 SizesOf: TypeAlias = Callable[[int], Sequence[int]]  # mini-batch -> sizes of its micro-batches
 MAX_GRAPHS = 16  # limit for one model; the oldest is dropped

@@ -22,7 +22,7 @@ from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.runtime.stream import Stream
 from fxpipe.scheduling.streams import STREAM_POLICIES, StreamSchedule, WeightPolicy
-from fxpipe.utils.random_generators import draw_seed, mix_seed, peek_seed
+from fxpipe.utils.accelerator import draw_seed, mix_seed, peek_seed
 
 READ_AHEAD = 2  # additional mini-batches, so that the first stage need not wait for the reader of losses
 

@@ -49,9 +49,9 @@ from fxpipe.tracing.node_info import info, named_arguments
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS
 from fxpipe.utils import accelerator
+from fxpipe.utils.accelerator import draw_seed, mix_seed
 from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
-from fxpipe.utils.random_generators import draw_seed, mix_seed
 from fxpipe.utils.text_table import shorten_name, text_table
 from fxpipe.utils.units import count_text, with_article
 

@@ -39,7 +39,7 @@ from fxpipe._torch.versions import TESTED_VERSIONS
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import stage_context
 from fxpipe.utils import accelerator
-from fxpipe.utils.random_generators import generator_lock, mix_seed
+from fxpipe.utils.accelerator import generator_lock, mix_seed
 
 _aten: Any = torch.ops.aten
 _CPU = torch.device("cpu")

@@ -43,10 +43,10 @@ from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
 from fxpipe.scheduling.row_transforms import backward_part, forward_part, with_updates
 from fxpipe.scheduling.validation import check_order
 from fxpipe.utils import accelerator
+from fxpipe.utils.accelerator import draw_seed
 from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
 from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_uncuttable
-from fxpipe.utils.random_generators import draw_seed
 
 ORDER_OF_BUFFERS = "forward changes buffers there, of which each micro-batch is to find what the one before has left"
 ORDER_OF_LOSSES = "loss_fn, which may draw random numbers or count, is called for one micro-batch after the other"

@@ -36,8 +36,8 @@ from fxpipe.runtime.step_inputs import combine, gather, tensor_requires_grad
 from fxpipe.runtime.step_record import StepLog
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils import accelerator
+from fxpipe.utils.accelerator import generator_lock
 from fxpipe.utils.pytree import map_tensor_leaves
-from fxpipe.utils.random_generators import generator_lock
 
 _CPU = torch.device("cpu")
 _own_lock = threading.RLock()  # held during the backward into leaves of loss functions

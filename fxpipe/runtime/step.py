@@ -35,8 +35,8 @@ from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.wiring import Fences, fences_of
 from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.scheduling.replicas import replica_of
+from fxpipe.utils.accelerator import mix_seed
 from fxpipe.utils.python_objects import NotKept
-from fxpipe.utils.random_generators import mix_seed
 
 
 class RecomputeInputs(NamedTuple):

@@ -50,8 +50,8 @@ from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import replica_of, rows_of_replicas
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils import accelerator
+from fxpipe.utils.accelerator import mix_seed
 from fxpipe.utils.output_combination import needing_all
-from fxpipe.utils.random_generators import mix_seed
 
 RECORDED_MINI_BATCHES = 32  # mini-batches of a stream in `last_step`: the last ones
 

@@ -53,21 +53,10 @@ device 1: >1B0< 1F0 1F1 1B1
 """
 
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule, split_backwards
-from fxpipe.scheduling.builtin import (
-    clock_cycles,
-    gpipe,
-    inference,
-    interleaved_1f1b,
-    interleaved_zero_bubble,
-    one_f_one_b,
-    zero_bubble,
-    zero_bubble_2p,
-)
 from fxpipe.scheduling.factory import ScheduleLike, make_schedule, parse_schedule
 from fxpipe.scheduling.registry import SCHEDULES
 from fxpipe.scheduling.row_transforms import CHECKPOINTS, Checkpoint, round_robin
 from fxpipe.scheduling.streams import STREAM_POLICIES, StreamSchedule, WeightPolicy
-from fxpipe.scheduling.v_schedules import dualpipev, v_half, v_min, zbv
 from fxpipe.scheduling.validation import activations_in_flight, dependencies, micro_batches_in_flight, validate
 
 __all__ = [
@@ -83,23 +72,11 @@ __all__ = [
     "StreamSchedule",
     "WeightPolicy",
     "activations_in_flight",
-    "clock_cycles",
     "dependencies",
-    "dualpipev",
-    "gpipe",
-    "inference",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
     "make_schedule",
     "micro_batches_in_flight",
-    "one_f_one_b",
     "parse_schedule",
     "round_robin",
     "split_backwards",
-    "v_half",
-    "v_min",
     "validate",
-    "zbv",
-    "zero_bubble",
-    "zero_bubble_2p",
 ]

@@ -46,16 +46,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
+from fxpipe.scheduling import builtin, v_schedules
 from fxpipe.scheduling.actions import Rows
-from fxpipe.scheduling.builtin import (
-    gpipe,
-    inference,
-    interleaved_1f1b,
-    interleaved_zero_bubble,
-    one_f_one_b,
-    zero_bubble,
-    zero_bubble_2p,
-)
 from fxpipe.scheduling.row_transforms import (
     expand_groups,
     merge_stage_rows,
@@ -63,7 +55,6 @@ from fxpipe.scheduling.row_transforms import (
     round_robin,
     there_and_back,
 )
-from fxpipe.scheduling.v_schedules import dualpipev, v_half, v_min, zbv
 
 Placement: TypeAlias = tuple[int, ...]  # the device of each stage
 
@@ -112,26 +103,26 @@ def _in_a_v(by_device: Callable[[int, int], Rows]) -> ScheduleRecipe:
 
 
 # A single step of a stream ends with a flush, and runs as 1F1B.
-_STREAM = ScheduleRecipe(lambda m, placement: one_f_one_b(m, len(placement)), has_fixed_placement=True, most=1)
+_STREAM = ScheduleRecipe(lambda m, placement: builtin.one_f_one_b(m, len(placement)), has_fixed_placement=True, most=1)
 
 # Schedules that need each stage, with its weights, on two devices, and the schedule to use instead.
 BIDIRECTIONAL: Mapping[str, str] = MappingProxyType({"chimera": "dualpipev", "dualpipe": "dualpipev"})
 
 SCHEDULES: Mapping[str, ScheduleRecipe] = MappingProxyType(
     {
-        "gpipe": _any_placement(gpipe),
-        "1f1b": _any_placement(one_f_one_b),
-        "interleaved_1f1b": _in_loops(interleaved_1f1b),
-        "zero_bubble": _any_placement(zero_bubble),
-        "zero_bubble_2p": _any_placement(zero_bubble_2p),
-        "interleaved_zero_bubble": _in_loops(interleaved_zero_bubble),
-        "zbv": _in_a_v(zbv),
-        "dualpipev": _in_a_v(dualpipev),
-        "v_half": _in_a_v(v_half),
-        "v_min": _in_a_v(v_min),
+        "gpipe": _any_placement(builtin.gpipe),
+        "1f1b": _any_placement(builtin.one_f_one_b),
+        "interleaved_1f1b": _in_loops(builtin.interleaved_1f1b),
+        "zero_bubble": _any_placement(builtin.zero_bubble),
+        "zero_bubble_2p": _any_placement(builtin.zero_bubble_2p),
+        "interleaved_zero_bubble": _in_loops(builtin.interleaved_zero_bubble),
+        "zbv": _in_a_v(v_schedules.zbv),
+        "dualpipev": _in_a_v(v_schedules.dualpipev),
+        "v_half": _in_a_v(v_schedules.v_half),
+        "v_min": _in_a_v(v_schedules.v_min),
         "pipedream": _STREAM,
         "pipedream_2bw": _STREAM,
-        "inference": _any_placement(inference),
+        "inference": _any_placement(builtin.inference),
     }
 )
 

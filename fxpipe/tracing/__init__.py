@@ -35,10 +35,9 @@ from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
 from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON
 from fxpipe.tracing.record.record_model import input_leaves, refuse_side_effects
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
-from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.strategies import find_graph
-from fxpipe.tracing.traced import RECORD, Traced, TraceRequest, TracerOption
+from fxpipe.tracing.traced import RECORD, Traced, TraceRequest, TracerOption, candidate_dims
 from fxpipe.tracing.verify.effects import check_invariants
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.progress import show_progress

@@ -44,8 +44,8 @@ from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_in_stack, user_line
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import InputLeaf, Traced
 from fxpipe.tracing.verify.effects import observe_run
+from fxpipe.utils.accelerator import comparison_seed
 from fxpipe.utils.pytree import flatten_output, preserve_objects
-from fxpipe.utils.random_generators import comparison_seed
 from fxpipe.utils.units import with_article
 
 # Pure checks: the pipeline has its own checks of sizes.

@@ -32,10 +32,18 @@ from fxpipe.tracing.record.other_sizes import read_untracked_sizes, record_small
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.recorded_sizes import Disguise
 from fxpipe.tracing.record.unrecordable import CannotRecord
-from fxpipe.tracing.shapes.input_dims import candidate_dims, cut_elements, other_in_dims
 from fxpipe.tracing.shapes.output_dims import graph_of_stages, of_any_sizes, read_by_python_only
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
-from fxpipe.tracing.traced import GraphBreak, RecordingOptions, Traced, TraceRequest, opaque_name
+from fxpipe.tracing.traced import (
+    GraphBreak,
+    RecordingOptions,
+    Traced,
+    TraceRequest,
+    candidate_dims,
+    cut_elements,
+    opaque_name,
+    other_in_dims,
+)
 from fxpipe.tracing.verify.compared_sizes import (
     OtherMicroBatchesError,
     check_dynamic_sizes,

@@ -2,10 +2,11 @@
 
 from fxpipe.inspect.style import text_width
 from fxpipe.inspect.svg import Area, Bars, Line, Rect, Scene, Text
-from fxpipe.runtime import ActionRecord, DeviceRecord, StepRecord, TransferRecord
+from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.simulation import Simulation, StageCost, simulate_schedule, transfers_of
+from fxpipe.simulation.timeline import TransferRecord
 
 GIB = 2.0**30
 

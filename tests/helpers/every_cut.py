@@ -11,15 +11,17 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.rewriting.build_stages import split_into_stages
 from fxpipe.rewriting.cut_points import forbidden_cuts
-from fxpipe.runtime import BoundProgram, Engine, wire_program
+from fxpipe.runtime.bound_program import BoundProgram
+from fxpipe.runtime.engine import Engine
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.step_inputs import GivenInputs
+from fxpipe.runtime.wiring import wire_program
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Rows, Schedule
 from fxpipe.tracing import trace
 from fxpipe.tracing.node_info import info
+from fxpipe.utils.accelerator import mix_seed
 from fxpipe.utils.batch_split import samples_per_micro_batch
-from fxpipe.utils.random_generators import mix_seed
 from helpers.oracle import Seeded, draw_seed, parts_of
 from helpers.tried_orders import InterleavedExecutor
 

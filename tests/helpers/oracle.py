@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxpipe.rewriting.rng import seeded_python_rng
-from fxpipe.utils.random_generators import mix_seed
+from fxpipe.utils.accelerator import mix_seed
 from helpers.devices import on_cpu
 
 

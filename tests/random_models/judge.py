@@ -32,7 +32,7 @@ from zoo.reference import as_one_node, flat, same_by_name, same_outputs
 import fxpipe
 from fxpipe.errors import FxpipeError, InternalError
 from fxpipe.tracing.node_info import info
-from fxpipe.utils.random_generators import mix_seed
+from fxpipe.utils.accelerator import mix_seed
 from random_models.case import DOUBLED, Batch, Case, source
 
 Inputs = dict[str, Tensor]

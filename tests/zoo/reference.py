@@ -18,7 +18,7 @@ from helpers.oracle import Seeded, draw_seed
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.utils.random_generators import mix_seed
+from fxpipe.utils.accelerator import mix_seed
 from zoo.entry import BATCH, Call, Entry
 
 CHUNKS = 2

@@ -16,7 +16,7 @@ import fxpipe
 from fxpipe.errors import FxpipeError, InternalError, StateError
 from fxpipe.pipe.verification import SeededDraws, opaque_methods
 from fxpipe.tracing.forward_rng import DrawStream
-from fxpipe.utils.random_generators import mix_seed
+from fxpipe.utils.accelerator import mix_seed
 from zoo.entry import SEED, Call, Entry
 from zoo.reference import (
     CHUNKS,

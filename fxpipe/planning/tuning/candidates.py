@@ -350,14 +350,14 @@ class Tuning:
     estimated_for: str = ""  # the hardware for which the seconds were estimated; empty if they were measured
 
     def __str__(self) -> str:
-        from fxpipe.inspect.tuning_text import tuning_text
+        from fxpipe.inspect.plan_text import tuning_text
 
         return tuning_text(self)
 
     _repr_pretty_ = show_as_printed
 
     def _repr_html_(self) -> str:
-        from fxpipe.inspect.tuning_text import tuning_html
+        from fxpipe.inspect.plan_text import tuning_html
 
         return tuning_html(self)
 

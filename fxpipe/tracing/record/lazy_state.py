@@ -27,9 +27,8 @@ from fxpipe.tracing.model_state import Snapshot, are_equal_plainly, preserve_sta
 from fxpipe.tracing.record.module_hooks import run_model
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.record.unrecordable import CannotRecord
-from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.tensors import storage_of
-from fxpipe.tracing.traced import Traced, as_given
+from fxpipe.tracing.traced import Traced, as_given, candidate_dims
 from fxpipe.tracing.verify.equivalence import is_close
 from fxpipe.utils.pytree import preserve_objects
 

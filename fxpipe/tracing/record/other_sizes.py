@@ -35,11 +35,10 @@ from fxpipe.tracing.record.module_hooks import is_computation_hook
 from fxpipe.tracing.record.record_model import erase_unused_nodes, input_leaves
 from fxpipe.tracing.record.recorded_sizes import GUISES, TEXTS, Disguise, SizeRead, length
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
-from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.shapes.observed_shapes import Number, SizePoint, simplest_formula
 from fxpipe.tracing.shapes.symbolic_shapes import SIZE_RELATIONS, add_size_read
 from fxpipe.tracing.tensors import slice_samples
-from fxpipe.tracing.traced import CALL_OPS, Traced, TraceRequest, runs_python
+from fxpipe.tracing.traced import CALL_OPS, Traced, TraceRequest, candidate_dims, runs_python
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.utils.batch_split import largest_micro_batch, micro_batch_sizes, rows_per_sample, samples_along
 from fxpipe.utils.python_objects import equal_values

@@ -68,8 +68,8 @@ from fxpipe.tracing.record.unrecordable import (
 from fxpipe.tracing.source_lines import is_check, user_line
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import PLAIN_RECORDING, RecordingOptions, TracedGraph
+from fxpipe.utils.accelerator import comparison_seed
 from fxpipe.utils.progress import ProgressStep, ignore_progress
-from fxpipe.utils.random_generators import comparison_seed
 
 NODE_PROBLEM, NODE_REMEDY = "looks at a node of autograd (grad_fn)", "do so outside forward"
 _MEMORY_QUESTIONS = frozenset("data_ptr is_set_to storage_offset".split())
@@ -365,8 +365,8 @@ class Recorder(TorchFunctionMode):
 
     def add(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> fx.Node:
         path = self.module
-        is_all_of_module = bool(self.stack) and functions.is_torch_nn_leaf(self.stack[-1].module)
-        label = functions.label_of(path, functions.opname(target), args, is_all_of_module)
+        module = self.stack[-1].module if self.stack else None
+        label = functions.label_of(path, module, functions.opname(target), args)
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
         place = RecordingPlace(self.calls[path], len(self.marks), len(self.ended_modules))
         state, written, self._changed = ThreadState.now(), self._changed, frozenset()
@@ -420,7 +420,7 @@ class Recorder(TorchFunctionMode):
             self.first_text = self.first_text or (self.module, self.source, self.calls[self.module])
             guise = self.sizes.disguised.get(TEXTS)  # to detect whether forward depends on it
             return text if guise is None else disguised_text(text, guise)
-        if functions.leaves_no_node(name):
+        if name in functions.NODELESS or (name.startswith("is_") and name != "is_nonzero"):
             return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
@@ -452,7 +452,10 @@ class Recorder(TorchFunctionMode):
         if name in ("tensor", "as_tensor") and len(args) == 1 and isinstance(args[0], RECORDED):
             func, name, node_args = torch.full, "full", ((), *node_args)  # `tensor` takes no symbolic number
         has_tensors = any(True for _ in tensors_in(result))
-        if not has_tensors and (name in functions.VALUE_READS or functions.holds_numbers(result)):
+        leaves = [] if has_tensors or result is None else pytree.tree_leaves(result)
+        if any(isinstance(x, (int, float, complex)) for x in leaves) or (
+            name in functions.VALUE_READS and not has_tensors
+        ):
             self._read(func, name, node_args, node_kwargs, result)
             return result
         if result is not None and not has_tensors:

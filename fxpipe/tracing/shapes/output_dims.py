@@ -22,8 +22,7 @@ from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_no
 from fxpipe.tracing.node_info import NodeInfo, dependencies_of, info, set_info
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.batch_reductions import Joins, ReductionWalk, UnknownReductionError
-from fxpipe.tracing.shapes.input_dims import batch_sizes
-from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, batch_sizes, runs_python
 from fxpipe.utils.output_combination import OutputCombination
 from fxpipe.utils.pytree import UNNAMED, StructureError, broadcast_prefix
 

@@ -30,11 +30,10 @@ from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, SizeCondition
 from fxpipe.tracing.node_info import TensorShape, ValueRead, constant_of, container_of, info, set_info, update_info
 from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, PIECES, SIZE_FUNCTIONS, SizeRead, length
-from fxpipe.tracing.shapes.input_dims import batch_sizes, candidate_dims
 from fxpipe.tracing.shapes.output_dims import left_dims, uneven_outputs, with_out_dims
 from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols
 from fxpipe.tracing.tensors import tensors_in
-from fxpipe.tracing.traced import CALL_OPS, Traced, common_batch_size
+from fxpipe.tracing.traced import CALL_OPS, Traced, batch_sizes, candidate_dims, common_batch_size
 from fxpipe.utils.batch_split import rows_per_sample
 
 SIZE_RELATIONS = {

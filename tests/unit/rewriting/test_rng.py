@@ -23,7 +23,7 @@ from fxpipe.rewriting.program import stage_context
 from fxpipe.rewriting.rng import ANY_DEVICE_KERNELS, RNG_KERNELS, seeded_function, takes_generator
 from fxpipe.tracing import trace
 from fxpipe.tracing.node_info import info
-from fxpipe.utils.random_generators import generator_lock, mix_seed
+from fxpipe.utils.accelerator import generator_lock, mix_seed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),

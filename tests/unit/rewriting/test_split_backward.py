@@ -23,10 +23,13 @@ from fxpipe.rewriting.cut_points import forbidden_cuts
 from fxpipe.rewriting.program import WeightGradientTape
 from fxpipe.rewriting.split_backward import split_stage_backward
 from fxpipe.rewriting.weight_gradients import ADDMM, BMM, LINEAR, MATMUL, convolution_kind, split_embedding, split_node
-from fxpipe.runtime import BoundProgram, Engine, ThreadedExecutor, wire_program
+from fxpipe.runtime.bound_program import BoundProgram
+from fxpipe.runtime.engine import Engine
+from fxpipe.runtime.executors import ThreadedExecutor
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
+from fxpipe.runtime.wiring import wire_program
 from fxpipe.scheduling import CHECKPOINTS, make_schedule
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.tracing import trace

@@ -18,8 +18,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import InternalError
-from fxpipe.runtime import InlineExecutor, ThreadedExecutor, executor_for
-from fxpipe.runtime.executors import run_row
+from fxpipe.runtime.executors import InlineExecutor, ThreadedExecutor, executor_for, run_row
 from fxpipe.runtime.wiring import Fences
 from fxpipe.scheduling import dependencies, make_schedule
 from fxpipe.scheduling.actions import Action, ActionKind

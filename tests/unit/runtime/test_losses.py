@@ -20,7 +20,7 @@ import fxpipe
 from fxpipe.errors import LossError
 from fxpipe.runtime.loss_checks import LossHistory, LossReduction, LossWeightingCheck, reductions_under
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.utils.random_generators import generator_lock
+from fxpipe.utils.accelerator import generator_lock
 
 IGNORED = -100
 WIDTH, CLASSES, LENGTH = 6, 5, 4

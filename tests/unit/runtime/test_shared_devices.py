@@ -16,7 +16,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.runtime import ThreadedExecutor
+from fxpipe.runtime.executors import ThreadedExecutor
 from fxpipe.scheduling import CHECKPOINTS, dependencies, make_schedule
 from fxpipe.scheduling.actions import ActionKind
 

@@ -21,7 +21,7 @@ import fxpipe
 from fxpipe.cluster import Link
 from fxpipe.errors import PartitionError
 from fxpipe.optim import StageOptimizer
-from fxpipe.runtime import ThreadedExecutor
+from fxpipe.runtime.executors import ThreadedExecutor
 from fxpipe.runtime.stream import StageWeights
 
 QUICK = {"progress": False}

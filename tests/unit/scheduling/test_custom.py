@@ -12,7 +12,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ScheduleError
-from fxpipe.scheduling import Action, Schedule, make_schedule, one_f_one_b, parse_schedule
+from fxpipe.scheduling import Action, Schedule, make_schedule, parse_schedule
+from fxpipe.scheduling.builtin import one_f_one_b
 
 TWO = """
     0F0 0F1 0B0 0F2 0B1 0B2

@@ -21,12 +21,12 @@ from fxpipe.scheduling import (
     Action,
     ActionKind,
     Schedule,
-    clock_cycles,
     dependencies,
     make_schedule,
     parse_schedule,
     validate,
 )
+from fxpipe.scheduling.builtin import clock_cycles
 from fxpipe.scheduling.row_transforms import backward_part, forward_part, with_recompute
 
 TWO_STAGES_PER_DEVICE = """
