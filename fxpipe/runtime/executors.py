@@ -1,4 +1,4 @@
-"""What performs the actions of a step, and the executors of its rows: worker threads, or the caller's thread.
+"""The executors of a step's rows (worker threads, or the caller's thread), and the class that performs its actions.
 
 An executor calls `wait(action)` and `perform(action)` of an `ActionPerformer` within `in_row()`. It guarantees:
 

@@ -159,7 +159,7 @@ class StageWeights:
 
 
 class StreamStep(Step):
-    """A mini-batch, whose stages open and close one after the other."""
+    """A mini-batch, whose stages open and close in turn."""
 
     bound: BoundProgram  # whose replicas are in the order of their turns in the stream
     overlap: OverlappedUpdates
@@ -492,7 +492,7 @@ class Stream(ActionPerformer):
                 log.losses.pop(i, None)
 
     def _notes(self) -> StepNotes:
-        """Returns the notes of the last mini-batches as those of one step, with consecutive micro-batches.
+        """Returns the notes of the last mini-batches as the notes of one step, with consecutive micro-batches.
 
         Numbers start at the smallest one that keeps every micro-batch on its replica.
         """

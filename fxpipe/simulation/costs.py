@@ -148,7 +148,7 @@ def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], coun
     hosts = [(f"stages[{j}].host", HostCost, stage.host) for j, stage in enumerate(stages) if stage.host is not None]
     sent = [(f"transfers[{k}]", Transfer, transfer) for k, transfer in enumerate(transfers)]
     for name, kind, cost in (*named, *hosts, *sent):
-        for field in fields(kind):  # those of a plan have more
+        for field in fields(kind):  # costs of a plan have more
             value = getattr(cost, field.name)
             if field.name not in _NO_NUMBERS and value is not None and not (math.isfinite(value) and value >= 0):
                 what = "size; give bytes" if field.name.endswith("bytes") else "time; give seconds"

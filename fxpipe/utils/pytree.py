@@ -297,7 +297,7 @@ def leaves_by_structure(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
 def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
     """Returns the children of a node with the root of `spec`."""
     wanted = _class_of(spec)
-    # A recorded shape is a tuple of a class of its own.
+    # A recorded shape is a tuple of a separate class.
     is_plain_tuple = not _is_named(spec) and spec.type is not _Object and issubclass(spec.type, tuple)
     are_plain_tuples = isinstance(tree, tuple) and is_plain_tuple
     context: Any
