@@ -176,7 +176,7 @@ class StageOptimizer(StagewiseOptimizer):
         self._written = []
         if self._rival is not None:
             self.pipe._fxpipe.warn_once(
-                "rival",
+                f"rival {id(self)}",
                 f"{self._rival} and this StageOptimizer of {self.optimizer_class.__name__} step the same parameters in "
                 "turn: each update is made twice, unless that is meant; keep one of them",
             )

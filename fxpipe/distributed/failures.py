@@ -54,6 +54,8 @@ class BoundedStore:
         try:
             return answer.result(self.seconds)
         except TimeoutError:
+            if answer.done():  # the store has raised it
+                raise
             text = f"the store of the process group has not answered for {self.seconds:g} s"
             raise StoreSilentError(text) from None
 

@@ -46,11 +46,20 @@ DCP_METADATA = ".metadata"  # a file in every folder of torch.distributed.checkp
 
 
 class Checkpoint:
-    """A checkpoint on disk, which a reader of `torch.distributed.checkpoint` reads."""
+    """A checkpoint on disk, which readers of `torch.distributed.checkpoint` read."""
 
-    def __init__(self, reader: FileSystemReader):
-        self._reader, self._items = reader, reader.read_metadata().state_dict_metadata
+    def __init__(self) -> None:
+        self._items: dict[str, Any] = {}
+        self._readers: dict[str, FileSystemReader] = {}  # by key
         self.keys = self._items.keys()
+
+    def add(self, reader: FileSystemReader, keys: Collection[str] | None = None) -> Checkpoint:
+        """Adds what a reader has, or only these keys of it."""
+        items = reader.read_metadata().state_dict_metadata
+        chosen = {key: item for key, item in items.items() if keys is None or key in keys}
+        self._items.update(chosen)
+        self._readers.update(dict.fromkeys(chosen, reader))
+        return self
 
     def shape_of(self, key: str) -> str:
         """Returns the shape of a tensor as text, or "no tensor"."""
@@ -61,7 +70,10 @@ class Checkpoint:
         """Fills tensors in place, and replaces other values, by key; reads no other entries."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: each rank reads alone
-            load_in_place(values, storage_reader=self._reader, no_dist=True)
+            for reader in dict.fromkeys(self._readers[key] for key in values):
+                part = {key: value for key, value in values.items() if self._readers[key] is reader}
+                load_in_place(part, storage_reader=reader, no_dist=True)
+                values.update(part)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -72,7 +84,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not place.exists():
         raise ArgumentError(f"there is no checkpoint {str(place)!r}")
     if (place / DCP_METADATA).is_file():
-        return Checkpoint(FileSystemReader(place))
+        return Checkpoint().add(FileSystemReader(place))
     found = [place]
     if place.is_dir():
         found = sorted(place.glob(f"*{INDEX_SUFFIX}")) or sorted(place.glob("*.safetensors"))
@@ -89,11 +101,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def _open_safetensors(path: Path) -> Checkpoint:
     """Opens a file, or the files that an index lists, as Hugging Face ships large models."""
-    files = [path]
+    files: dict[Path, set[str] | None] = {path: None}  # with their keys; None: all
     if path.name.endswith(INDEX_SUFFIX):
         try:
-            names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-            files = sorted({path.parent / name for name in names})
+            pairs = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
+            files = {path.parent / file: {key for key, its in pairs if its == file} for _, file in pairs}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(f"{str(path)!r} is no index of safetensors, with a weight_map: {error!r}") from error
         if missing := [str(file) for file in files if not file.is_file()]:
@@ -102,12 +114,15 @@ def _open_safetensors(path: Path) -> Checkpoint:
         raise StateError(
             f"to read {str(path)!r} the package safetensors is needed, which is not installed: pip install safetensors"
         )
-    reader = HuggingFaceStorageReader(str(path.parent))
-    reader.fs.ls = lambda path: [str(file) for file in files]  # type: ignore[method-assign]  # not all of the folder
-    try:
-        return Checkpoint(reader)
-    except Exception as error:
-        raise ArgumentError(f"{str(path)!r} is no file of safetensors: {error}") from error
+    checkpoint = Checkpoint()
+    for file, keys in files.items():
+        reader = HuggingFaceStorageReader(str(path.parent))
+        reader.fs.ls = lambda path, file=file: [str(file)]  # type: ignore[method-assign,misc]  # not all of the folder
+        try:
+            checkpoint.add(reader, keys)
+        except Exception as error:
+            raise ArgumentError(f"{str(file)!r} is no file of safetensors: {error}") from error
+    return checkpoint
 
 
 def load(

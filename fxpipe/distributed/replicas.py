@@ -215,6 +215,8 @@ class GradientReduction:
         self._reducer: Any = group if sums is None else sums
         self._sums, self._device = sums, torch.device("cpu") if sums is None else sums.device
         self._buckets = buckets_of(parameters)
+        self._bucket_of = {key: number for number, bucket in enumerate(self._buckets) for key in bucket}
+        self._missing: list[int] = []  # by bucket, number of gradients
         self._gradients: dict[StageParameter, torch.Tensor] = {}  # waiting for their bucket
         self._begun: list[tuple[Any, torch.Tensor]] = []  # by bucket, the operation and its memory
         if sums is not None:
@@ -229,6 +231,7 @@ class GradientReduction:
     def begin(self) -> GradientReduction:
         """Begins a sum on all replicas."""
         self._completed.clear()
+        self._missing = [*map(len, self._buckets)]
         self._gradients.clear()
         self._begun.clear()
         return self
@@ -248,10 +251,10 @@ class GradientReduction:
         if self._sums is not None:
             self._sums.take(gradient)
         self._gradients[key] = gradient
-        for bucket in self._buckets[len(self._begun) :]:
-            if not self._gradients.keys() >= {*bucket}:
-                break
+        self._missing[self._bucket_of[key]] -= 1
+        while len(self._begun) < len(self._buckets) and not self._missing[len(self._begun)]:
             with self._on_stream():
+                bucket = self._buckets[len(self._begun)]
                 memory = torch.cat([self._gradients.pop(key).reshape(-1) for key in bucket])
                 self._begun.append((_or_lost(functools.partial(self._reducer.allreduce, [memory])), memory))
 

@@ -50,8 +50,8 @@ def _action_events(step: StepTimeline, arrows: Sequence[TransferRecord]) -> Iter
         received[arrow.user] += arrow.bytes
         sent[arrow.maker] += arrow.bytes
     ended = [0.0] * len(step.devices)
-    for span in step.spans:
-        waited = max(0.0, span.start - ended[span.device])
+    for place, span in enumerate(step.spans):
+        waited = step.waited[place] if step.waited else max(0.0, span.start - ended[span.device])
         ended[span.device] = span.end
         action = span.action
         start, end = _nanoseconds(span)

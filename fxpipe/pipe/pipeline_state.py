@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.errors import StateError
 from fxpipe.pipe.model_calls import ModelCall, parse_micro_batches
@@ -366,12 +365,18 @@ class OptimizerStateMover:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter)
                 if id(parameter) in moved and isinstance(state, dict):
-                    follow = functools.partial(_follow, moved[id(parameter)][1], parameter.device)
+                    before = moved[id(parameter)][1]
                     for key, value in state.items():
                         if key != "step" or is_step_on_device:
-                            state[key] = pytree.tree_map_only(torch.Tensor, follow, value)
+                            state[key] = _follow(value, before, parameter.device)
 
 
-def _follow(before: set[torch.device], device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Moves a tensor from the earlier devices of a parameter to its current device."""
-    return tensor.to(device) if tensor.device in before else tensor
+def _follow(value: Any, before: set[torch.device], device: torch.device) -> Any:
+    """Moves the tensors of a value from the earlier devices of a parameter to its current device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if value.device in before else value
+    if isinstance(value, Mapping):
+        return {key: _follow(item, before, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_follow(item, before, device) for item in value)
+    return value

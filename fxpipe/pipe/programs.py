@@ -151,6 +151,7 @@ class GraphCache(list[CachedGraph]):
             {f"{guard.text} at {guard.where}": repr(guard.expected) for guard in other.guards.guards}
             for other in graphs
             if other.guards is not None and other.guards.guards and _sizes(other) == _sizes(traced)
+            if [leaf.constant for leaf in other.leaves] == [leaf.constant for leaf in traced.leaves]
         ]
         if len(seen) > MANY_VALUE_GRAPHS:
             reads = [read for read in seen[-1] if len({answers.get(read) for answers in seen}) > 1]

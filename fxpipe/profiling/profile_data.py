@@ -197,7 +197,7 @@ def _cost_row(name: str, costs: Sequence[NodeCost], samples: int) -> tuple[str, 
         f"{sum(cost.forward.at(samples) for cost in costs) * 1e3:.3f}",
         f"{sum(cost.backward.at(samples) for cost in costs) * 1e3:.3f}",
         str(sympy.Add(*(cost.flops + cost.backward_flops for cost in costs))),
-        *(str(sympy.Add(*(getattr(cost, formula) for cost in costs)) for formula in formulas)),
+        *(str(sympy.Add(*(getattr(cost, formula) for cost in costs))) for formula in formulas),
     )
 
 

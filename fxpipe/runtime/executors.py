@@ -203,7 +203,7 @@ def _worker_main(
 ) -> None:
     """Runs a worker. It holds only its arguments, so that threads do not keep a dropped pipe alive.
 
-    A job is (context, step, row), an event to set, or None for the end. `ended`: exceptions that ended threads.
+    A job is (context, step, row), a queue to answer to, or None for the end. `ended`: exceptions that ended threads.
     """
     try:
         torch.set_num_threads(threads)
@@ -221,7 +221,7 @@ def _worker_main(
             if isinstance(job, tuple):
                 job[0].run(run_row, *job[1:])
             else:
-                job.set()
+                job.put(None)
             del job  # hold nothing of a step while waiting
     except BaseException as error:
         ended.append(error)
@@ -296,11 +296,11 @@ class ThreadedExecutor:
             jobs.put((contextvars.copy_context(), step, row))
 
     def _wait_until_idle(self, queues: Sequence[queue.SimpleQueue[Any]], threads: Sequence[threading.Thread]) -> None:
-        idle = [threading.Event() for _ in queues]
-        for jobs, event in zip(queues, idle, strict=True):
-            jobs.put(event)
-        for event in idle:
-            while not event.wait(POLL_SECONDS):
+        idle: queue.SimpleQueue[None] = queue.SimpleQueue()  # an interrupt leaves no lock held
+        for jobs in queues:
+            jobs.put(idle)
+        for _ in queues:
+            while not _has_answer(idle):
                 self._check_alive(threads)
 
     def _check_alive(self, threads: Sequence[threading.Thread]) -> None:
@@ -355,6 +355,14 @@ class ThreadedExecutor:
             for thread in self._threads:
                 thread.join()
         self._queues, self._threads, self._process = [], [], None
+
+
+def _has_answer(answers: queue.SimpleQueue[None]) -> bool:
+    try:
+        answers.get(timeout=POLL_SECONDS)
+    except queue.Empty:
+        return False
+    return True
 
 
 def _stop_workers(queues: Sequence[queue.SimpleQueue[Any]]) -> None:

@@ -249,13 +249,12 @@ def check_reduction(reduction: str, in_stream: bool = False) -> None:
 
 def refuse_inputs_by_name(forward: Callable[..., Any], target: Any, loss_fn: Any, reduction: Any) -> None:
     """Raises `ArgumentError` if an argument of the loss can only be meant as the model's input of the same name."""
-    takes_target = True
     try:
-        inspect.signature(loss_fn).bind(None, None)
+        takes_target = target is None or inspect.signature(loss_fn).bind(None, None) is not None
     except TypeError:
         takes_target = False
     except ValueError:  # unknown
-        pass
+        takes_target = True
     is_input = {
         "target": target is not None and not takes_target,
         "loss_fn": loss_fn is not None and not callable(loss_fn),

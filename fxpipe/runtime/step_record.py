@@ -185,6 +185,7 @@ class StepRecord(HasTimeline):
             seconds=self.seconds,
             on_core=cores if len(cores) == len(self.actions) else (),
             away=self.away,
+            waited=tuple(one.waited for one in self.actions),
             loss_seconds=sum(self.losses),
         )
 

@@ -498,17 +498,18 @@ class Stream(ActionPerformer):
         """
         bound, numbers, begun, _ = self._recent[0]
         every, replicas = self.log, self._order.replicas
+        known = dict(every.times)  # after an interrupt, workers may still add to it
         own = range(numbers.start, self._recent[-1][1].stop)
         shift = numbers.start % math.lcm(*replicas) - numbers.start
-        shifted = {a: a._replace(micro_batch=a.micro_batch + shift) for a in every.times if a.micro_batch in own}
-        times = {new: every.times[a] for a, new in shifted.items()}
+        shifted = {a: a._replace(micro_batch=a.micro_batch + shift) for a in known if a.micro_batch in own}
+        times = {new: known[a] for a, new in shifted.items()}
         on_core = {new: every.on_core[a] for a, new in shifted.items() if a in every.on_core}
         bounds, moved = [bound] * (numbers.start + shift), list[TransferNote]()
         for each, those, _, notes in self._recent:
             bounds += [each] * len(those)
             moved += [(name, source, user, i + shift, size) for name, source, user, i, size in notes]
         begun = min((start for start, _ in times.values() if isinstance(start, float)), default=begun)
-        log = StepLog([begun], times, on_core, {i + shift: marks for i, marks in every.losses.items()})
+        log = StepLog([begun], times, on_core, {i + shift: marks for i, marks in dict(every.losses).items()})
         stages = range(self._order.stages)
         rows = rows_of_replicas(tuple(tuple(a for a in times if a.stage == j) for j in stages), replicas)
         counts = tuple(replicas) if max(replicas) > 1 else ()

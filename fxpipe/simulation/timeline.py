@@ -134,6 +134,7 @@ class StepTimeline:
     on_core: tuple[float, ...] = ()  # seconds of each span in which its worker had a core; empty: not known
     away: float = 0.0  # seconds between forward and backward of a drop-in, excluded from all times
     loss_seconds: float = 0.0  # seconds of the loss in all F of the last stage
+    waited: tuple[float, ...] = ()  # idle seconds of its device before each span; empty: since the span before
 
     def without_updates(self) -> StepTimeline:
         """Returns the timeline without updates of weights, which follow all other actions of their device."""
@@ -144,6 +145,7 @@ class StepTimeline:
             spans=spans,
             seconds=max((span.end for span in spans), default=0.0),
             on_core=tuple(self.on_core[k] for k in kept) if self.on_core else (),
+            waited=tuple(self.waited[k] for k in kept) if self.waited else (),
         )
 
     @property

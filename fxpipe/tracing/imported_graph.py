@@ -190,7 +190,7 @@ class _GraphRun(fx.Interpreter):
 
 
 def _run_graph(
-    model: nn.Module, module: fx.GraphModule, tracer: str, recorder: Recorder, *args: Any, **kwargs: Any
+    model: nn.Module, module: fx.GraphModule, tracer: str, recorder: Recorder, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Runs a graph instead of the model. Its placeholders are all leaves of the inputs, or arguments of forward."""
     placeholders, leaves = module.graph.find_nodes(op="placeholder"), pytree.tree_leaves((args, kwargs))

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
 import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -342,8 +344,10 @@ def _is_as_before(now: Any, before: Any) -> bool:
     """Returns whether a leaf of the output equals the recording's; `before` is `torch.Tensor` for any tensor."""
     if isinstance(now, torch.Tensor):
         return before is torch.Tensor
-    has_no_equality = isinstance(now, NotKept) or getattr(type(now), "__eq__", None) is object.__eq__
-    return type(now) is type(before) if has_no_equality else equal_values(now, before)
+    if isinstance(now, NotKept) or getattr(type(now), "__eq__", None) is object.__eq__:
+        return type(now) is type(before)
+    same: Any = type(now) is type(before) and now == before
+    return bool(same.all()) if hasattr(same, "all") else bool(same) or equal_values(now, before)  # NaN
 
 
 def _external_tensors(results: Sequence[Any], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -433,10 +437,10 @@ def _call_whole(
 
 
 def methods_to_keep(module: nn.Module, path: str) -> list[str]:
-    """Returns the paths of the methods that forward of a module may call, and that use no modules inside it."""
+    """Returns the paths of the methods that forward of a module calls, and that use no modules inside it."""
     kind, inside = type(module), {name for name, _ in module.named_children()}
-    names = _names_used(kind, "forward") - {*vars(nn.Module), *vars(module)}
-    whole = [name for name in names if _method(kind, name) and inside.isdisjoint(_names_used(kind, name))]
+    names = _attributes_of_self(kind.forward) - {*vars(nn.Module), *vars(module)}
+    whole = [name for name in names if _method(kind, name) and inside.isdisjoint(_attributes_used(kind, name))]
     return [f"{path}.{name}".removeprefix(".") for name in sorted(whole)]
 
 
@@ -445,15 +449,25 @@ def _method(kind: type[nn.Module], name: str) -> FunctionType | None:
     return method if isinstance(method, FunctionType) else None
 
 
-def _names_used(kind: type[nn.Module], name: str) -> set[str]:
-    """Returns the names of attributes, of any object, and of globals that a method uses, or one that it calls."""
+def _attributes_used(kind: type[nn.Module], name: str) -> set[str]:
+    """Returns the attributes of `self` that a method uses, or one that it calls."""
     seen, todo = {name}, [name]
     while todo:
         if (method := _method(kind, todo.pop())) is not None:
-            new = set(getattr(inspect.unwrap(method), "__code__", method.__code__).co_names) - seen
+            new = _attributes_of_self(method) - seen
             seen |= new
             todo += new
     return seen
+
+
+def _attributes_of_self(method: Callable[..., Any]) -> set[str]:
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    steps, names = itertools.pairwise(dis.get_instructions(code) if code is not None else ()), set[str]()
+    for one, after in steps:
+        loaded = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # some steps load two variables
+        if one.opname.startswith("LOAD_FAST") and loaded[-1] == "self" and after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            names.add(after.argval)
+    return names
 
 
 def whole_methods(recorder: Recorder) -> list[tuple[Any, str, Any]]:

@@ -174,7 +174,7 @@ class _HiddenApplications:
     def __init__(self, recorder: Recorder, is_watching: Callable[[], bool]):
         self._recorder, self.is_watching = recorder, is_watching
 
-    # No model of the zoo: an alias of `Function.apply` of C's needs it (unit/_torch/test_autograd_functions.py).
+    # An alias of `Function.apply` needs it (unit/_torch/test_autograd_functions.py).
     def forward(
         self, function: FunctionClass, forward: Callable[..., Any], state: ThreadState, args: Any, kwargs: Any
     ) -> Any:
@@ -188,9 +188,7 @@ class _HiddenApplications:
         returned = {id(t) for t in tensors_in((operands, kwargs)) if context} - kept
         with recorder.pause():
             result = pytree.tree_map_only(torch.Tensor, lambda t: t.view_as(t) if id(t) in returned else t, result)
-        node = _add_application(
-            recorder, lambda f, *a, **k: f.apply(*a, **k), function, node_args, node_kwargs, result, random
-        )
+        node = _add_application(recorder, _apply, function, node_args, node_kwargs, result, random)
         update_info(node, state=state)
         for tensor in tensors_in(result):  # C++ will set its grad_fn
             recorder.registry.expect_backward(tensor, function.__name__)
@@ -199,6 +197,10 @@ class _HiddenApplications:
     def setup_context(self, setup: Callable[..., Any], args: Any) -> Any:
         with self._recorder.pause():
             return setup(*args)
+
+
+def _apply(function: FunctionClass, *args: Any, **kwargs: Any) -> Any:  # one object: nodes are compared by it
+    return function.apply(*args, **kwargs)
 
 
 def _add_application(

@@ -474,7 +474,10 @@ class _SideBySide(_Findings):
             return
         if node in self.last_maps:
             self.joins[node] = self.joins[sources[0]]
-        for other in [n for n in self.values if n is not node and not written.isdisjoint(info(n).storages)]:
+        others = (
+            [n for n in self.values if n is not node and not written.isdisjoint(info(n).storages)] if written else []
+        )
+        for other in others:
             if node in self.depends and other not in self.buffers:
                 self.depends.add(other)
                 self.sources[other] = [*self.sources[other], *(n for n in self.sources[node] if n is not other)]

@@ -47,7 +47,18 @@ def test_an_index_that_cannot_be_followed_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match=r"names files that are not there: .*model-00001-of-00002\.safetensors"):
         open_checkpoint(tmp_path)
     save_file({"b": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
-    assert {*open_checkpoint(tmp_path).keys} == {"b"}  # `a` is then missing
+    assert not open_checkpoint(tmp_path).keys  # `a` is then missing
+
+
+def test_a_key_is_read_from_the_file_that_the_index_names(tmp_path):
+    save_file({"a": torch.ones(2), "more": torch.ones(1)}, tmp_path / "m-1.safetensors")
+    save_file({"b": torch.full((1,), 3.0), "a": torch.zeros(2)}, tmp_path / "m-2.safetensors")
+    index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps(index))
+    reader, values = open_checkpoint(tmp_path), {"a": torch.empty(2), "b": torch.empty(1)}
+    reader.read(values)
+    assert {*reader.keys} == {"a", "b"}
+    assert (values["a"].tolist(), values["b"].tolist()) == ([1.0, 1.0], [3.0])
 
 
 def test_several_checkpoints_in_a_folder_are_not_chosen_from(tmp_path):

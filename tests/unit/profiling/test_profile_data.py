@@ -81,6 +81,8 @@ def test_a_real_profile_comes_back_for_its_graph(tmp_path):
         assert have.output_bytes.subs(b, 8) >= want.output_bytes.subs(b, 8)
         assert have.parameter_bytes == want.parameter_bytes
     assert str(loaded).count("\n") == str(profile).count("\n")
+    for cost in profile.nodes:
+        assert f" {cost.output_bytes} " in str(profile)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
