@@ -90,8 +90,7 @@ def memory_limit() -> list[Function]:
     """From `pipeline` to the search for a cut."""
     x, options = torch.randn(8, 8), {"memory_limit": LIMIT, "hardware": "cpu"}
     return follow(
-        lambda v: type(v) is int and v == LIMIT,
-        lambda: fxpipe.pipeline(model(), 2, 4, example_args=(x,), **options),
+        lambda v: type(v) is int and v == LIMIT, lambda: fxpipe.pipeline(model(), 2, 4, example_args=(x,), **options)
     )
 
 

@@ -77,8 +77,7 @@ def _cached_state(devices: tuple[str, ...], grad: bool, cache: bool, *autocast: 
     """Caches states, since each node reads the state and few states occur."""
     enabled, dtypes = autocast[: len(devices)], autocast[len(devices) :]
     return ThreadState(
-        grad,
-        tuple(AutocastState(*of_device, cache) for of_device in zip(devices, enabled, dtypes, strict=True)),
+        grad, tuple(AutocastState(*of_device, cache) for of_device in zip(devices, enabled, dtypes, strict=True))
     )
 
 

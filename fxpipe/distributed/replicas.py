@@ -10,9 +10,6 @@ A bucket has parameters of one dtype, in the order in which a backward completes
 full and the previous ones are sent, so their order is the same on all replicas; from the device if the replicas have a
 backend that sums there (`DeviceSums`), else from the CPU with gloo. What does not fit buckets is summed through CPU
 memory: sparse gradients, and *late* ones, of later graphs that other replicas may not have run.
-
-Within `no_sync()` gradients stay on their replica, and with n replicas `.grad` has n times its part, as with
-`DistributedDataParallel`; the next call without `no_sync()` adds it to its sum.
 """
 
 from __future__ import annotations

@@ -176,11 +176,7 @@ def count_flops_and_bytes(
 
 
 def _storage_bytes(
-    traced: Traced,
-    seen: ObservedStorage,
-    runs: Mapping[SizePoint, StorageObservations],
-    samples: int,
-    lengths: Lengths,
+    traced: Traced, seen: ObservedStorage, runs: Mapping[SizePoint, StorageObservations], samples: int, lengths: Lengths
 ) -> sympy.Expr:
     label = seen.label
     if label.is_in_value and label.part == 0 and label.index < len(info(label.node).shapes):

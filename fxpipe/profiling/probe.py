@@ -42,10 +42,7 @@ class Probe:
 
 
 def probe_node(
-    node: fx.Node,
-    written: Collection[fx.Node],
-    values: Mapping[fx.Node, Any],
-    fixed: Collection[fx.Node],
+    node: fx.Node, written: Collection[fx.Node], values: Mapping[fx.Node, Any], fixed: Collection[fx.Node]
 ) -> Probe:
     """Runs a node forward and backward, on copies of the values that it writes to.
 

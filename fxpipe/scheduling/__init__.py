@@ -36,18 +36,7 @@ device 0: 0F0 0F1 0R0 0B0 0W0 0B1 0W1
 device 1: 1F0 1R0 1B0 1F1 1B1 1W0 1W1
 
 A device may have several stages (`builtin`, `v_schedules`). `registry` compares the schedules. You can also pass a
-table. One that cannot run is refused when it is made:
-
->>> parse_schedule('''
-...     0F0 0F1 0B0 0B1
-...     1B0 1F0 1F1 1B1
-... ''')
-Traceback (most recent call last):
-    ...
-fxpipe.errors.ScheduleError: schedule 'custom' (2 stages, 2 micro-batches) would not run:
-  - 1B0 stands before 1F0, which it needs
-device 0: 0F0 0F1 0B0 0B1
-device 1: >1B0< 1F0 1F1 1B1
+table (`parse_schedule`). One that cannot run is refused when it is made, with the place.
 
 `fxpipe.simulation` computes how long a schedule takes, and how much of that is bubble.
 """

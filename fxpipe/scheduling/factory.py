@@ -19,13 +19,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError, ScheduleError
 from fxpipe.scheduling.actions import Action, Rows, Schedule
 from fxpipe.scheduling.registry import BIDIRECTIONAL, ONE_F_ONE_B, SCHEDULES, Placement
 from fxpipe.scheduling.replicas import one_f_one_b_of_replicas, rows_of_replicas
-from fxpipe.scheduling.row_transforms import (
-    CHECKPOINTS,
-    Checkpoint,
-    expand_groups,
-    neighbour_groups,
-    with_recompute,
-)
+from fxpipe.scheduling.row_transforms import CHECKPOINTS, Checkpoint, expand_groups, neighbour_groups, with_recompute
 from fxpipe.scheduling.validation import validate
 from fxpipe.utils.units import did_you_mean, parse_count
 

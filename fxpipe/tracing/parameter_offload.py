@@ -4,10 +4,6 @@ A model is recorded, compared and counted on the device of its stages (`model_st
 depend on the device type and on values. A model that is too large is copied there parameter by parameter, from the CPU
 or from the devices of its stages.
 
-    home      weight 0    weight 1    weight 2    …
-                              │           │
-    device    (nothing)   weight 1    weight 2           `room` bytes at most
-
 A parameter remains the same object with the same sizes and storage on the device; only the memory of the storage is
 allocated and freed. It is fetched when
 

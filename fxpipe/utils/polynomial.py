@@ -5,11 +5,8 @@
 100352*b + 64
 >>> activations(8)
 802880
->>> scores = Polynomial.of({(("b", 1), ("s", 2)): 4})
->>> print(scores + activations)
+>>> print(Polynomial.of({(("b", 1), ("s", 2)): 4}) + activations)
 4*b*s**2 + 100352*b + 64
->>> scores(8, s=3)
-288
 
 `fit_counts` fits a polynomial to counts at a few sizes, and `polynomial_bound` (`polynomial_bound.py`) converts sympy
 expressions. Files use `to_json` and `from_json`, because sympy's parser executes code.

@@ -220,11 +220,7 @@ def map_tensor_leaves(function: Callable[[torch.Tensor], Any], tree: Any) -> Any
 
 
 def _flatten(
-    value: Any,
-    kind_of: KindOf,
-    path: tuple[pytree.KeyEntry, ...],
-    around: tuple[int, ...],
-    leaves: LeafPaths,
+    value: Any, kind_of: KindOf, path: tuple[pytree.KeyEntry, ...], around: tuple[int, ...], leaves: LeafPaths
 ) -> pytree.TreeSpec:
     """Adds the leaves of `value` to `leaves`. `kind_of` returns node types of objects that are not torch's pytrees."""
     kind = pytree.node_type(value)

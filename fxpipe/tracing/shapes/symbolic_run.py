@@ -39,13 +39,7 @@ from fxpipe.tracing.model_state import preserve_rng
 from fxpipe.tracing.node_info import info, named_arguments, opaque_call_of, state_of, value_read_of
 from fxpipe.tracing.record.recorded_sizes import LayoutRead
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
-from fxpipe.tracing.shapes.observed_shapes import (
-    Observation,
-    fake_value,
-    fit_lengths,
-    given_sizes,
-    observe_shapes,
-)
+from fxpipe.tracing.shapes.observed_shapes import Observation, fake_value, fit_lengths, given_sizes, observe_shapes
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.utils.batch_split import rows_per_sample, samples_along

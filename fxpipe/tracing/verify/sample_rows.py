@@ -474,10 +474,9 @@ class _SideBySide(_Findings):
             return
         if node in self.last_maps:
             self.joins[node] = self.joins[sources[0]]
-        others = (
-            [n for n in self.values if n is not node and not written.isdisjoint(info(n).storages)] if written else []
-        )
-        for other in others:
+        for other in self.values if written else ():
+            if other is node or written.isdisjoint(info(other).storages):
+                continue
             if node in self.depends and other not in self.buffers:
                 self.depends.add(other)
                 self.sources[other] = [*self.sources[other], *(n for n in self.sources[node] if n is not other)]

@@ -7,14 +7,7 @@ import pytest
 import torch
 from helpers.torch_tables import V_SHAPED, torch_table
 
-from fxpipe.distributed.packets import (
-    Mailbox,
-    PacketLink,
-    PacketValue,
-    decode,
-    encode,
-    payload_bytes,
-)
+from fxpipe.distributed.packets import Mailbox, PacketLink, PacketValue, decode, encode, payload_bytes
 from fxpipe.errors import InternalError
 from fxpipe.scheduling import SCHEDULES, Action, ActionKind, Schedule, make_schedule
 

@@ -16,11 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.profiling.formulas import output_bytes
-from fxpipe.profiling.memory import (
-    GraphCounts,
-    larger_formula,
-    working_bytes_of,
-)
+from fxpipe.profiling.memory import GraphCounts, larger_formula, working_bytes_of
 from fxpipe.profiling.probe import OperationCounter
 from fxpipe.profiling.profile_data import NodeCost
 from fxpipe.profiling.saved_storages import ObservedStorage, StorageLabel

@@ -15,17 +15,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from experiment import (
-    Setting,
-    StepFigures,
-    TrainingStep,
-    Workload,
-    main,
-    measure,
-    over,
-    plan_for,
-    simulate,
-)
+from experiment import Setting, StepFigures, TrainingStep, Workload, main, measure, over, plan_for, simulate
 from paper_hardware import P40
 from paper_models import ResNet, UNet
 from tables import Cell, Plot, Table
