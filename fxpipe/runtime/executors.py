@@ -299,8 +299,12 @@ class ThreadedExecutor:
         idle: queue.SimpleQueue[None] = queue.SimpleQueue()  # an interrupt leaves no lock held
         for jobs in queues:
             jobs.put(idle)
-        for _ in queues:
-            while not _has_answer(idle):
+        answers = 0
+        while answers < len(queues):
+            try:
+                idle.get(timeout=POLL_SECONDS)
+                answers += 1
+            except queue.Empty:
                 self._check_alive(threads)
 
     def _check_alive(self, threads: Sequence[threading.Thread]) -> None:
@@ -355,14 +359,6 @@ class ThreadedExecutor:
             for thread in self._threads:
                 thread.join()
         self._queues, self._threads, self._process = [], [], None
-
-
-def _has_answer(answers: queue.SimpleQueue[None]) -> bool:
-    try:
-        answers.get(timeout=POLL_SECONDS)
-    except queue.Empty:
-        return False
-    return True
 
 
 def _stop_workers(queues: Sequence[queue.SimpleQueue[Any]]) -> None:

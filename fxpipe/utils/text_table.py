@@ -19,7 +19,6 @@ MAX_NAME_LENGTH = 40  # characters
 MAX_SOURCE_LINE_LENGTH = 32  # characters of the path and number of a source line
 EMPTY_CELL = "-"
 
-
 _width: ContextVar[int] = ContextVar("_width", default=TEXT_WIDTH)
 
 
