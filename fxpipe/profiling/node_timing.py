@@ -212,6 +212,8 @@ class TimingRounds:
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Returns the function that a node calls on the device, and its arguments."""
         target, args, kwargs = self._call(node)
+        if any(autocast.enabled for autocast in state_of(node).autocast):
+            torch.clear_autocast_cache()  # a cached cast would take memory, and make the next run cheaper
         args, kwargs = fx.map_arg((args, kwargs), values.__getitem__)
         return (getattr(args[0], target), args[1:], kwargs) if node.op == "call_method" else (target, args, kwargs)
 
@@ -291,10 +293,7 @@ class TimingRounds:
             with torch.enable_grad():  # autograd forbids writes to a leaf, but not to its clone
                 values = {**values, **{n: map_tensors_in(torch.clone, values[n]) for n in written}}
         function, args, kwargs = self._bound(node, values)
-        state = state_of(node)
-        if any(autocast.enabled for autocast in state.autocast):
-            torch.clear_autocast_cache()  # a cached cast would make the next run cheaper
-        with set_thread_state(state):
+        with set_thread_state(state_of(node)):
             seconds, value = self.clock.seconds(function, *args, **kwargs)
         changed = [t for n in written for t in tensors_in(values[n])]
         samples.gives_grad = tuple(t.requires_grad for t in tensors_in(value))
