@@ -5,6 +5,7 @@ All views start from a `StepTimeline`: lines of text, here, and pictures and pag
 
 from __future__ import annotations
 
+import abc
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -170,18 +171,18 @@ def idle_shares(busy: Sequence[float], seconds: float) -> tuple[float, ...]:
     return tuple(max(0.0, 1 - time / seconds) if seconds else 0.0 for time in busy)  # rounding may go below 0
 
 
-class HasTimeline:
+class HasTimeline(abc.ABC):
     """A base class for objects with the timeline of a step: draws it into a file and in a notebook."""
 
     __slots__ = ()
 
+    @abc.abstractmethod
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
         """Returns the step, with or without memory over time, which is the slowest part to compute."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def arrows(self) -> Iterator[TransferRecord]:
         """Yields all transfers between stages."""
-        raise NotImplementedError
 
     def save_timeline(self, path: str | Path, *, title: str = "") -> None:
         """Draws the actions of each device over time and, for a simulation, its memory.

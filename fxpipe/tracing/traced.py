@@ -144,8 +144,8 @@ class GraphKey:
     """The cheap properties of a step that decide which Python a model runs."""
 
     inputs: tuple[Any, ...]  # see `inputs_key`
-    flags: tuple[Any, ...]  # of all modules
-    state: ThreadState  # of the caller
+    flags: tuple[Any, ...]  # flags of all modules
+    state: ThreadState  # state of the caller
 
 
 class TracedGraph(fx.Graph):
@@ -166,7 +166,7 @@ class Traced:
     leaves: tuple[InputLeaf, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
-    flags: tuple[Any, ...]  # of all modules (`GraphKey`)
+    flags: tuple[Any, ...]  # flags of all modules (`GraphKey`)
     state: ThreadState
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]

@@ -121,7 +121,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
     def told_of(bytes_of: Callable[[torch.UntypedStorage], int]) -> Callable[[torch.UntypedStorage], int]:
         def method(storage: torch.UntypedStorage) -> int:
             sizes = recorder.sizes
-            if not is_elsewhere() and id(storage) in sizes.storages:  # that forward took from a tensor
+            if not is_elsewhere() and id(storage) in sizes.storages:  # a storage that forward took from a tensor
                 sizes.ask(*MEMORY)
                 sizes.read_layout(sizes.storages[id(storage)][1], lambda t: t.untyped_storage().nbytes(), "storage")
             return bytes_of(storage)

@@ -84,7 +84,7 @@ def record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: RecordingOptions = PLAIN_RECORDING,  # the result has those that were needed
-    seed: int = 0,  # of the random numbers that forward draws and reads
+    seed: int = 0,  # seeds the random numbers that forward draws and reads
     disguised: Disguise = MappingProxyType({}),  # sizes that Python sees changed (`record.other_sizes`)
     # (recorder, *args, **kwargs) -> output: runs instead of the model (a graph of it, created by other means).
     run: Callable[..., Any] | None = None,

@@ -184,7 +184,7 @@ class RandomRecorder:
         self.draws_from_stream: list[bool] = []  # for each draw, whether it came from the stream
         self.python_modules: set[str] = set()  # paths of modules that draw Python's random numbers
         self._python_state = python_rng_state()
-        self.seed_of_generator = comparison_seed()  # of torch's during forward, in order to detect seeding there
+        self.seed_of_generator = comparison_seed()  # seeds torch's generator in forward, to detect seeding there
         self._draw_starts = set[tuple[bytes, str]]()  # generator states in which a draw has begun
 
     def note_python(self, in_node: bool = False) -> bool:
@@ -227,7 +227,7 @@ class Recorder(TorchFunctionMode):
         model: nn.Module,
         options: RecordingOptions = PLAIN_RECORDING,
         held: Mapping[str, torch.Tensor] | None = None,  # constants of the graph: tensors of a replacement of the model
-        seed: int = 0,  # of the random numbers that forward draws and reads
+        seed: int = 0,  # seeds the random numbers that forward draws and reads
         step: ProgressStep = ignore_progress,  # called for each node
     ):
         super().__init__()

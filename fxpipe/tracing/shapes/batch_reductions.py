@@ -139,7 +139,7 @@ class ReductionWalk:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._size: fx.Node | None = None  # the number of samples, read from an input
         self.added: list[fx.Node] = []
-        self.reduced = ReducedOutput()  # of the present output
+        self.reduced = ReducedOutput()  # the present output
         self.handed_out: dict[fx.Node, int | str | None] = {}  # the pieces of all combinations, with their joins
         self.tail = set[fx.Node]()  # tails of all combinations that have rows
 

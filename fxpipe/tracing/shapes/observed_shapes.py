@@ -38,7 +38,7 @@ from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.python_objects import equal_values
 
 MAX_CHOICES = 32  # sets of inputs to vary
-_DIVISORS = (2, 3, 4, 6, 8, 16)  # of formulas for whole numbers
+_DIVISORS = (2, 3, 4, 6, 8, 16)  # tried in formulas for whole numbers
 LENGTH_RUNS = 3  # at other dynamic sizes, with all of them changed
 
 Number = int | float

@@ -138,7 +138,7 @@ class SymbolicRun:
     fixed_by: dict[sympy.Symbol, fx.Node] = field(default_factory=dict)  # the node that gave a symbol a fixed size
     guards: list[SizeCondition] = field(default_factory=list)  # in torch's symbols
     layouts: list[tuple[LayoutRead, Any]] = field(default_factory=list)  # with the answers of fake tensors
-    observed_dims: set[InputDim] = field(default_factory=set)  # that affect nodes whose shapes were only observed
+    observed_dims: set[InputDim] = field(default_factory=set)  # affect nodes whose shapes were only observed
     start: float = field(default_factory=time.thread_time)
 
     def __post_init__(self) -> None:

@@ -259,7 +259,7 @@ def refuse_differing_writes(traced: Traced) -> None:
         return
     changed = set[int]().union(*effects.written_classes)
     nodes: set[fx.Node] = set()
-    classes: set[int | None] = set()  # that at some point hold a value that differs between micro-batches
+    classes: set[int | None] = set()  # hold at some point a value that differs between micro-batches
     for node in traced.graph.nodes:
         alias = effects.alias.get(node)
         if node.op == "placeholder":
