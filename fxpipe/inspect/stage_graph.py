@@ -32,7 +32,6 @@ from fxpipe.utils.text_table import number_ranges
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 MAX_TITLE_LINES = 30  # lines of a hover title
-
 GRAPH_MARGIN = 16.0  # points, like all lengths
 LANE_HEAD = 156.0  # the labels left of a lane
 LONGEST_BAR = 760.0

@@ -50,7 +50,6 @@ from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_uncuttable
 
 ORDER_OF_BUFFERS = "forward changes buffers there, of which each micro-batch is to find what the one before has left"
 ORDER_OF_LOSSES = "loss_fn, which may draw random numbers or count, is called for one micro-batch after the other"
-
 LAST_STEP_SECONDS = 1.0  # seconds that the interpreter waits at exit for a step without workers
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 

@@ -48,14 +48,6 @@ class ActionPerformer:
     profiler it is a range, `fxpipe F stage 1 micro-batch 3`.
     """
 
-    # By kind of action: a method with arguments (stage, micro-batch).
-    methods: Mapping[ActionKind, str] = {
-        ActionKind.FORWARD: "forward",
-        ActionKind.RECOMPUTE: "recompute",
-        ActionKind.BACKWARD: "backward",
-        ActionKind.WEIGHT: "weight_gradients",
-        ActionKind.UPDATE: "update",
-    }
     recomputes = False  # some actions are R
 
     def __init__(
@@ -145,7 +137,17 @@ class ActionPerformer:
     def _timed(self, action: Action, stream: Any) -> None:
         kind, j, i = action
         start, on_core = mark_time(stream), time.thread_time()
-        getattr(self, self.methods[kind])(j, i)
+        performer: Any = self  # comparisons: a look-up of the method would be one more call in each action
+        if kind is ActionKind.FORWARD:
+            performer.forward(j, i)
+        elif kind is ActionKind.BACKWARD:
+            performer.backward(j, i)
+        elif kind is ActionKind.WEIGHT:
+            performer.weight_gradients(j, i)
+        elif kind is ActionKind.RECOMPUTE:
+            performer.recompute(j, i)
+        else:
+            performer.update(j, i)
         self.log.times[action] = (start, mark_time(stream))
         if stream is None:
             self.log.on_core[action] = time.thread_time() - on_core

@@ -336,7 +336,7 @@ class StageInstance:
             return [None] * len(pending.leaves)
         early = self._large if self.totals.when_final is None else self._all
         # Autograd adds these gradients to their sums immediately, and keeps none.
-        handles = [self.views[name].register_hook(functools.partial(self._add_now, name)) for name in early]
+        handles = [self.views[n].register_hook(functools.partial(self._add_now, n)) for n in early] if early else []
         try:
             with stage_backward:
                 results = gradients_of(wanted, roots, arrived)
