@@ -23,7 +23,6 @@ with required_names():
 
 # Errors for missing values; the last one comes from operators without a rule for fake tensors.
 NEEDS_VALUES_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-
 LOGGER = "torch._subclasses.fake_tensor"  # logs, with a stack, operations that fake tensors do not support
 
 

@@ -163,7 +163,6 @@ def most_devices(devices: tuple[str, ...], usual: int, hardware: str | Hardware 
 
 # Repeated from planning, which imports torch. Any other word is the name of a node or module.
 BALANCE_CHOICES = ("auto", "block", "optimal", "pipedream")
-
 DESCRIPTION = """\
 Plan the pipeline of a model and see it before it runs: its stages, what they
 take and send, how long a step is, how much of it the devices idle, whether it

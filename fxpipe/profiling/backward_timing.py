@@ -124,7 +124,9 @@ class Clock:
         if device.type != "cpu":
             clock = _event_clock(device)
         elif torch.get_num_threads() == 1 and _SCHEDULED.exists():
-            clock = cls(time.thread_time, device=device, waited=_seconds_without_work)
+            scheduled = lambda: int(_SCHEDULED.read_bytes().split()[1]) / 1e9  # noqa: E731  # waiting for a core
+            waited = lambda: time.perf_counter() - time.thread_time() - scheduled()  # noqa: E731
+            clock = cls(time.thread_time, device=device, waited=waited)
         else:
             clock = cls(time.perf_counter, device=device)
         clock.tick = median([clock.seconds(bool)[0] for _ in range(_TICKS)])
@@ -189,11 +191,6 @@ def _run_backward(
     for gradient, total in zip(results, totals, strict=False):
         if total is not None and gradient is not None:
             total.add_(gradient)
-
-
-def _seconds_without_work() -> float:
-    """Returns the seconds in which this thread has neither run nor waited for a core."""
-    return time.perf_counter() - time.thread_time() - int(_SCHEDULED.read_bytes().split()[1]) / 1e9
 
 
 _HEAD_START = 3e-4  # seconds for the host to queue the timed work: a call from Python, or of autograd, takes less

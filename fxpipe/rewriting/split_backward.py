@@ -168,7 +168,12 @@ def _split_convolution(
     if len(shapes) != 2 or any(shape.dtype.is_complex or len(shape.shape) != dims + 2 for shape in shapes):
         return None  # complex convolutions consist of three real ones; or the input is a single sample
     stride, dilation = _per_dimension(arguments["stride"], dims, 1), _per_dimension(arguments["dilation"], dims, 1)
-    padding, output_padding = (_per_dimension(arguments.get(k), dims, 0) for k in ("padding", "output_padding"))
+    padding, output_padding = arguments["padding"], _per_dimension(arguments.get("output_padding"), dims, 0)
+    if padding == "same" and dilation is not None:
+        both = [d * (k - 1) for d, k in zip(dilation, shapes[1].shape[2:], strict=True)]
+        if not any(p % 2 for p in both):  # else torch pads the input first
+            padding = [int(p) // 2 for p in both]
+    padding = _per_dimension(0 if padding == "valid" else padding, dims, 0)
     groups = 1 if arguments["groups"] is None else arguments["groups"]
     if stride is None or dilation is None or padding is None or output_padding is None or not isinstance(groups, int):
         return None
@@ -185,7 +190,7 @@ def _bound_arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any] | No
 
 
 def _per_dimension(value: Any, dims: int, default: int) -> list[int] | None:
-    """Returns a number for each dimension; None if they are computed, or for a padding by name."""
+    """Returns a number for each dimension; None if they are computed, or are a name."""
     numbers = [default] if value is None else [value] if isinstance(value, int) else value
     if not isinstance(numbers, Sequence) or isinstance(numbers, str) or not all(isinstance(k, int) for k in numbers):
         return None

@@ -276,7 +276,7 @@ class Uses(nn.Module):
         self.right, self.turned, self.mixed, self.bias = (
             nn.Parameter(torch.randn(*size) * 0.3) for size in ((6, 6), (5, 6), (6, 6), (6,))
         )
-        self.narrow = nn.Conv1d(6, 6, 3, padding=1, groups=2)
+        self.narrow = nn.Conv1d(6, 6, 3, padding="same", groups=2)
         self.wide = nn.ConvTranspose1d(6, 6, 3, padding=1)
         self.whitened = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
         self.norm, self.lstm = nn.LayerNorm(6), nn.LSTM(6, 6, batch_first=True)
