@@ -54,7 +54,7 @@ from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
 from fxpipe.utils.pytree import map_tensor_leaves
 
-MAX_STEPS = 1000  # whose layouts of packets are remembered: with dynamic sizes each may have others
+MAX_MICRO_BATCHES = 4096  # whose layouts of packets are remembered: with dynamic sizes each may have others
 
 
 def open_mailbox(
@@ -99,7 +99,7 @@ class RankEngine(Engine):
         super().__init__(model, InlineExecutor(), (group.device,))
         self.group = group
         self._layouts: dict[Any, Layout] = {}
-        self._generation, self._steps = -1, 0  # of `_layouts`
+        self._generation, self._micro_batches = -1, 0  # of `_layouts`
         self.replicas = Replicas(group)
 
     def _end(self) -> None:
@@ -118,10 +118,10 @@ class RankEngine(Engine):
     def _open(self, inputs: RankInputs) -> tuple[Mailbox, TensorExchange]:
         """Creates the mailbox of a step, and borrows tensors. All ranks call it together."""
         program, tensors = inputs.union, ModelTensors(self.model, inputs.constants)
-        if self._generation != self.group.generation or self._steps == MAX_STEPS:
+        if self._generation != self.group.generation or self._micro_batches >= MAX_MICRO_BATCHES:
             self._layouts.clear()  # in the same step on all ranks
-            self._generation, self._steps = self.group.generation, 0
-        self._steps += 1
+            self._generation, self._micro_batches = self.group.generation, 0
+        self._micro_batches += len(inputs.samples)
         mailbox = open_mailbox(self.group, self._layouts, program.routes, program.transfers)
         exchange = TensorExchange(mailbox, self.group.rank, tensors, program)
         exchange.borrow()

@@ -89,7 +89,7 @@ def many_sizes(mesh):
     torch.manual_seed(0)
     model, losses, expected = Dense(), [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_engine, "MAX_STEPS", 3)
+        patch.setattr(rank_engine, "MAX_MICRO_BATCHES", 6)
         pipe = fxpipe.pipeline(
             model, mesh, 2, example_args=(torch.randn(4, 4),), balance=DENSE_CUTS[4], progress=False, hardware="cpu"
         )
