@@ -45,11 +45,11 @@ ALL_THREADS_CONFIG = "torch._C._profiler._ExperimentalConfig(profile_all_threads
 _is_on_in_thread = optional_name("torch", "_C._autograd._profiler_enabled")
 _profiler_type = optional_name("torch", "_C._autograd._profiler_type")
 _kineto = optional_name("torch", "_C._profiler.ActiveProfilerType.KINETO")
-_has_flag = optional_name("torch.autograd.profiler", "_is_profiler_enabled") is not None
+_knows_profiler = optional_name("torch.autograd.profiler", "_is_profiler_enabled") is not None
 
 
 def is_profiler_on() -> bool:
-    return _has_flag and profiler._is_profiler_enabled
+    return _knows_profiler and profiler._is_profiler_enabled
 
 
 def sees_this_thread_only() -> bool:

@@ -13,8 +13,8 @@ gives them the previous processes' store, and gloo may connect to outdated addre
 
 From the bottom: `connection`, `failures`, `rank_group` (a block that succeeds on all ranks or on none); `packets`,
 `rank_step` (a step with this rank's stages); `held_tensors` (which rank has which parameter), `replicas`,
- `rank_engine` (from sums of stages to `.grad`), `rank_state`, `rank_stream`,
-`pipeline`; `initialization` (the first values).
+`rank_engine` (from sums of stages to `.grad`), `rank_state`, `rank_stream`, `pipeline`; `initialization` (the first
+values).
 """
 
 from fxpipe.distributed.initialization import initialize, load
