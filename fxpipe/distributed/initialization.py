@@ -85,14 +85,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise ArgumentError(f"there is no checkpoint {str(place)!r}")
     if (place / DCP_METADATA).is_file():
         return Checkpoint().add(FileSystemReader(place))
-    found = [place]
+    files = [place]
     if place.is_dir():
-        found = sorted(place.glob(f"*{INDEX_SUFFIX}")) or sorted(place.glob("*.safetensors"))
-    if len(found) > 1:
-        names = ", ".join(one.name for one in found[:6])
+        files = sorted(place.glob(f"*{INDEX_SUFFIX}")) or sorted(place.glob("*.safetensors"))
+    if len(files) > 1:
+        names = ", ".join(one.name for one in files[:6])
         raise ArgumentError(f"{str(place)!r} has several checkpoints, {names}: give the path of one")
-    if found and found[0].name.endswith((INDEX_SUFFIX, ".safetensors")):
-        return _open_safetensors(found[0])
+    if files and files[0].name.endswith((INDEX_SUFFIX, ".safetensors")):
+        return _open_safetensors(files[0])
     raise ArgumentError(
         f"{str(place)!r} is no checkpoint of a known kind: expected a folder as torch.distributed.checkpoint.save "
         f"writes it, a .safetensors file, a {INDEX_SUFFIX} file, or a folder with one of these"

@@ -79,9 +79,9 @@ class OverlappedUpdates:
         try:
             self._check_gradients(trained)
             if parameters:
-                given = [parameter for parameter in parameters if parameter.grad is not None]
+                stepped = [parameter for parameter in parameters if parameter.grad is not None]
                 self.optimizer.step_parameters(parameters, self.options)
-                self._check_gradients(given)
+                self._check_gradients(stepped)
         finally:
             for parameter in parameters:
                 parameter.grad = None

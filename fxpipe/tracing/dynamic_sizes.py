@@ -87,7 +87,7 @@ def parse_dynamic_shapes(
         for name in {leaf.path, leaf.head} if leaf.is_tensor else ():
             places.setdefault(name, []).append(place)
     asked: dict[InputDim, AskedDim] = {}
-    for name, given in dynamic_shapes.items():
+    for name, spec in dynamic_shapes.items():
         if name not in places and name in parameters:
             continue  # an optional argument
         if name not in places:
@@ -95,10 +95,10 @@ def parse_dynamic_shapes(
             raise ArgumentError(
                 f"dynamic_shapes names {name!r}, which is no tensor input of forward; those are {known}"
             )
-        dims = {} if given is None else dict(enumerate(given)) if isinstance(given, (tuple, list)) else given
+        dims = {} if spec is None else dict(enumerate(spec)) if isinstance(spec, (tuple, list)) else spec
         if not isinstance(dims, Mapping):
             raise ArgumentTypeError(
-                f"dynamic_shapes[{name!r}] is {with_article(given)}; expected a dict from dimensions to names or "
+                f"dynamic_shapes[{name!r}] is {with_article(spec)}; expected a dict from dimensions to names or "
                 "torch.export.Dim, or a sequence with an entry for each dimension"
             )
         for place in places[name]:

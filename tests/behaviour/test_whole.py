@@ -265,16 +265,6 @@ def test_recomputed(name, mode):
         assert_step(pipe, plain, given, one_pass=True)
 
 
-class CutWhole(EveryCut):
-    """Every cut of a model with modules kept whole."""
-
-    def __init__(self, model: nn.Module, *args: Any, leaf_modules: Any = ("inner",), **options: Any):
-        super().__init__(model, *args, **options)
-        self.traced = fxpipe.trace(model, args, chunks=3, leaf_modules=list(leaf_modules))
-        self.forbidden_cuts = fxpipe.rewriting.forbidden_cuts(self.traced)
-        assert self.traced.whole
-
-
 class Changing(nn.Module):
     """Buffers changed in place and set anew; and a batch norm."""
 
@@ -302,7 +292,9 @@ CUT = {
 
 @pytest.mark.parametrize("name", CUT)
 def test_every_cut(name):
-    every = CutWhole(CUT[name](), x(), chunks=3, loose=("inner.lin.weight", "inner.lin.bias", "last.weight"))
+    loose = ("inner.lin.weight", "inner.lin.bias", "last.weight")
+    every = EveryCut(CUT[name](), x(), loose=loose, leaf_modules=("inner",))
+    assert every.traced.whole
     for stages in (2, 3):
         for k, starts in enumerate(every.cuts(stages)):
             for checkpoint_mode in ("never", "always"):

@@ -55,10 +55,16 @@ class EveryCut:
     """Traces `model` once. `check` runs it with stages that begin at `starts`, and compares it with the plain model."""
 
     def __init__(
-        self, model: nn.Module, *args: Any, chunks: int = 3, loose: tuple[str, ...] = (), tolerance: float = 1e-5
+        self,
+        model: nn.Module,
+        *args: Any,
+        chunks: int = 3,
+        loose: tuple[str, ...] = (),
+        tolerance: float = 1e-5,
+        leaf_modules: tuple[str, ...] = (),
     ):
         self.model, self.args, self.loose, self.tolerance = model, args, loose, tolerance
-        self.traced = trace(model, args, chunks=chunks)
+        self.traced = trace(model, args, chunks=chunks, leaf_modules=leaf_modules)
         self.forbidden_cuts = forbidden_cuts(self.traced)
         self.batch = self.traced.batch_of(pytree.tree_leaves((args, {})))
         self._wanted: dict[Any, Result] = {}

@@ -1,4 +1,7 @@
-"""Imports run one way, from the user's class down to plain data: those in functions and those for types alone, too."""
+"""Imports run one way, from the user's class down to plain data: those in functions and those for types alone, too.
+
+Only methods that draw import from above: what shows itself.
+"""
 
 import ast
 import subprocess
@@ -21,9 +24,20 @@ def _name(path: Path) -> str:
 FILES = {_name(path): path for path in ROOT.rglob("*.py")}
 
 
+DRAWS = {"__str__", "compare_sizes", "_repr_html_", "save_timeline", "save_trace"}  # methods
+
+
+def _nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything in a file except methods that draw."""
+    if not (isinstance(node, ast.FunctionDef) and node.name in DRAWS):
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from _nodes(child)
+
+
 def _imports(name: str) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+    for node in _nodes(ast.parse(FILES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             of = str(node.module)
             found |= {one if (one := f"{of}.{alias.name}") in FILES else of for alias in node.names}

@@ -218,9 +218,9 @@ def call_opaque(
         own = list(map(_parameter_copy, tensors))
         plain, ends = _cut_graph(leaves)
         storages = list(map(storage_of, own))
-        given = {storage_of(t) for t in (*own, *plain) if isinstance(t, torch.Tensor)}
+        arguments = {storage_of(t) for t in (*own, *plain) if isinstance(t, torch.Tensor)}
         rest = [(s.name, t) for s, t in slots_of(recorder.model).items() if not t.is_inference()]
-        others = [(key, t, version_of(t)) for key, t in rest if storage_of(t) not in given]
+        others = [(key, t, version_of(t)) for key, t in rest if storage_of(t) not in arguments]
         buffers = [(t, t.detach().clone()) for t in tensors if not is_fixed(t)]
     recorder.random.note_python()
     shared = [x for x, node in zip(plain, nodes, strict=True) if isinstance(x, torch.Tensor) and _is_used(node)]
@@ -249,9 +249,9 @@ def call_opaque(
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
         moved = list(map(storage_of, own)) != storages
     if outside := opaque.known_tensors or external:
-        made = {"a tensor that forward has made" for t in outside if recorder.knows(t)}
+        created = {"a tensor that forward has made" for t in outside if recorder.knows(t)}
         own_names = [recorder.names.own(t) for t in outside if not recorder.knows(t)]
-        names = made.union("a tensor of its own" if one is None else repr(one) for one in own_names)
+        names = created.union("a tensor of its own" if one is None else repr(one) for one in own_names)
         raise refuse(
             f"uses {', '.join(sorted(names))} from outside (a closure, a patched method)",
             "use tensors of the module itself (self.weight), or give them as arguments",
