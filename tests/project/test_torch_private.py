@@ -213,8 +213,8 @@ OPTIONAL = _optional()
 def trained_without(tmp_path_factory):
     """What came of training without each name, in processes that are forked from one."""
     folder = str(tmp_path_factory.mktemp("trained"))
-    program = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "torch_without.py"), folder, *OPTIONAL]
-    return subprocess.run(program, capture_output=True, text=True, timeout=500).stdout
+    program = [sys.executable, "-m", "helpers.torch_without", folder, *OPTIONAL]
+    return subprocess.run(program, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=500).stdout
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
