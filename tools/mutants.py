@@ -1212,19 +1212,19 @@ REWRITING = (
         "unit/rewriting/test_rng.py::test_a_random_node_draws_what_torch_draws_bit_for_bit",
     ),
     Mutant(
-        "rewriting/weight_gradients.py",
+        "rewriting/split_backward.py",
         "version_of(kept) != version:",
         "version_of(kept) < version:",
         "unit/rewriting/test_split_backward.py::test_an_input_changed_in_place_is_refused",
     ),
     Mutant(
-        "rewriting/weight_gradients.py",
+        "rewriting/split_backward.py",
         "wants = wants_w, wants_b = w.requires_grad, b is not None and b.requires_grad",
         "wants = wants_w, wants_b = w.requires_grad, b is not None",
         "unit/rewriting/test_split_backward.py::test_products",
     ),
     Mutant(
-        "rewriting/weight_gradients.py",
+        "rewriting/split_backward.py",
         "x.transpose(1, 2).conj().bmm(gradient), None",
         "x.transpose(1, 2).bmm(gradient), None",
         "unit/rewriting/test_split_backward.py::test_products",

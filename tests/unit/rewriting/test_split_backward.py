@@ -21,8 +21,16 @@ from torch.utils import _pytree as pytree
 import fxpipe
 from fxpipe.rewriting.cut_points import forbidden_cuts
 from fxpipe.rewriting.program import WeightGradientTape
-from fxpipe.rewriting.split_backward import split_stage_backward
-from fxpipe.rewriting.weight_gradients import ADDMM, BMM, LINEAR, MATMUL, convolution_kind, split_embedding, split_node
+from fxpipe.rewriting.split_backward import (
+    ADDMM,
+    BMM,
+    LINEAR,
+    MATMUL,
+    convolution_kind,
+    split_embedding,
+    split_node,
+    split_stage_backward,
+)
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.engine import Engine
 from fxpipe.runtime.executors import ThreadedExecutor
