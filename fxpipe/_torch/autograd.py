@@ -57,8 +57,7 @@ def gradients_of(
 def gradient_edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Returns `get_gradient_edge`, in a third of the time if a function of torch has made the tensor.
 
-    Raises:
-        InternalError: the edge of a leaf does not lead to its gradient.
+    Raises `InternalError` if the edge of a leaf does not lead to its gradient.
     """
     node = tensor.grad_fn
     # A leaf; or a Python node, which does not own its graph; or Python nodes cannot be recognized.
@@ -88,7 +87,6 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def has_gradient_hooks(leaf: Any) -> bool:
-    """Returns True if autograd calls hooks with the gradient of this leaf."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
@@ -121,8 +119,6 @@ def suspend_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
         for leaf, own in hooks:
             leaf._backward_hooks = own
 
-
-# -- The first node of a graph ---------------------------------------------------------------------------------------
 
 KEPT_TENSOR = (
     "backward through a tensor that a forward hook, or a module kept whole, has kept. In a pipe it is of one "
@@ -185,14 +181,10 @@ def _check_backward(gradient: torch.Tensor) -> None:
         raise StateError(KEPT_TENSOR)
 
 
-# -- Attributes of autograd nodes ------------------------------------------------------------------------------------
-
-
 def output_shape(node: Any, number: int) -> torch.Size | None:
     """Returns the shape of an output of the function whose backward `node` is; None if it has no such output.
 
-    Raises:
-        TorchVersionError: nodes have no input metadata.
+    Raises `TorchVersionError` if nodes have no input metadata.
     """
     try:
         outputs = node._input_metadata  # the node's inputs are the gradients of these outputs
@@ -223,17 +215,12 @@ def _require_saved_reduction() -> None:
 
 
 def saved_names(node: Any) -> list[str]:
-    """Returns the attributes of a node with saved values for its backward."""
     return [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
 
 
 def forward_class_of(node: Any) -> type[torch.autograd.Function]:
-    """Returns the `autograd.Function` of a Python node."""
     function: type[torch.autograd.Function] = type(node)._forward_cls
     return function
-
-
-# -- State of a call: the backward run, tracing, forward mode --------------------------------------------------------
 
 
 def backward_id() -> int:
@@ -246,5 +233,4 @@ def is_jit_tracing() -> bool:
 
 
 def is_in_forward_mode() -> bool:
-    """Returns True within `torch.autograd.forward_ad.dual_level`."""
     return forward_ad._current_level >= 0

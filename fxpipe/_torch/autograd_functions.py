@@ -127,9 +127,6 @@ def watch_saved_tensors(note: Callable[[Iterable[torch.Tensor]], object]) -> Ite
             del BackwardCFunction.saved_tensors
 
 
-# -- Transforms of torch.func ------------------------------------------------------------------------------------------
-
-
 def is_in_functorch_transform() -> bool:
     return _peek_interpreter_stack() is not None
 

@@ -27,13 +27,9 @@ def opname(target: Any) -> str:
 
 
 def overload_writes(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yields the arguments that an overload mutates according to its schema."""
     for place, argument in enumerate(schema_of(overload).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[place] if place < len(args) else kwargs.get(argument.name)
-
-
-# -- Nodes of calls of torch functions: the opcode, and a name with the module's path --------------------------------
 
 
 def label_of(path: str, module: nn.Module | None, name: str, args: tuple[Any, ...]) -> str:
@@ -65,14 +61,11 @@ def is_tensor_method(func: Any, name: str) -> bool:
 
 
 def takes_only_arrays(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns True if the arguments contain arrays and no tensors."""
     values = pytree.tree_leaves((tuple(args), dict(kwargs)))
     return any(type(v).__module__ == "numpy" and getattr(v, "shape", ()) for v in values) and not any(
         isinstance(v, torch.Tensor) for v in values
     )
 
-
-# -- Names of functions and attributes, and types of values, that recording depends on -------------------------------
 
 # Functions without a node: their results are equal in every run of a graph, or are text for users.
 NODELESS = frozenset(

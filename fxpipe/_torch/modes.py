@@ -30,11 +30,7 @@ with required_names():
 
 
 def is_infrastructure_mode(mode: TorchDispatchMode) -> bool:
-    """Returns True for torch's modes for fake, functional and proxy tensors.
-
-    Raises:
-        TorchVersionError: these modes have no key in this version of torch.
-    """
+    """Returns True for torch's modes for fake, functional and proxy tensors, by their key."""
     _require_mode_keys()
     return getattr(mode, "_mode_key", None) is not None
 

@@ -38,11 +38,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer, when: str) -> bool:
-    """Returns True if this optimizer has hooks before ("pre") or after ("post") its step, other than global hooks.
-
-    Raises:
-        TorchVersionError: optimizers have no such attribute in this version of torch.
-    """
+    """Returns True if this optimizer has hooks before ("pre") or after ("post") its step, other than global hooks."""
     name = {"pre": _PRE_HOOKS, "post": _POST_HOOKS}[when]
     if not hasattr(optimizer, name):
         raise missing_name(f"Optimizer has no attribute {name!r}")

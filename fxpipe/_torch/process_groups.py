@@ -48,9 +48,6 @@ def all_gather(group: Any, results: list[torch.Tensor], tensor: torch.Tensor, ti
     return group.allgather([results], [tensor], options)
 
 
-# -- Communicators of accelerators -------------------------------------------------------------------------------------
-
-
 def _maker(backend: str) -> Any:
     """Returns the class of a backend, or the plugin from `Backend.register_backend`; None if neither is usable."""
     if backend in _OWN_BACKENDS:

@@ -53,8 +53,6 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class StorageNumbers:
-    """Unique numbers for storages."""
-
     def __init__(self) -> None:
         # A weak reference prevents the reuse of the address, and keeps no memory alive.
         self._seen: dict[int, StorageWeakRef] = {}
@@ -79,8 +77,6 @@ class StorageNumbers:
     def is_gone(self, number: int) -> bool:
         return bool(self._seen[number].expired())
 
-
-# -- Replacement -------------------------------------------------------------------------------------------------------
 
 _swap_tensor_impl: Any = optional_name("torch", "_C._swap_tensor_impl")
 

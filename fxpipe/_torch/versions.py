@@ -21,11 +21,7 @@ TESTED_VERSIONS = "2.11 to 2.14"
 
 
 class required_names:
-    """A block that imports required private names of torch. A class, to keep contextlib out of tracebacks.
-
-    Raises:
-        TorchVersionError: a name is missing.
-    """
+    """A block that imports required private names of torch. A class, to keep contextlib out of tracebacks."""
 
     def __enter__(self) -> None: ...
 
@@ -35,7 +31,6 @@ class required_names:
 
 
 def missing_name(detail: str) -> TorchVersionError:
-    """Returns the error for a missing name in torch, described by `detail`."""
     return TorchVersionError(
         f"torch {torch.__version__} lacks something that fxpipe needs: it is tested with torch {TESTED_VERSIONS}; "
         f"install one of these versions, or a later fxpipe\n{detail}"
@@ -43,11 +38,7 @@ def missing_name(detail: str) -> TorchVersionError:
 
 
 def require_attributes(owner: Any, *names: str) -> None:
-    """Checks that an object of torch has these attributes, which are then used directly.
-
-    Raises:
-        TorchVersionError: an attribute is missing.
-    """
+    """Checks that an object of torch has these attributes, which are then used directly."""
     for name in names:
         if not hasattr(owner, name):
             raise missing_name(f"{getattr(owner, '__qualname__', type(owner).__qualname__)} has no attribute {name!r}")

@@ -237,7 +237,6 @@ def _estimates(counts: GraphCounts, points: Sequence[SizePoint], hardware: Hardw
 
 
 def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the flattened inputs, in the order of `traced.leaves`."""
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
         raise ArgumentTypeError(
             f"args is {with_article(args)} and kwargs {with_article(kwargs)}; expected a tuple and a dict, as in "

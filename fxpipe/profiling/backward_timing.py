@@ -45,8 +45,6 @@ class PendingBackward:
 
 
 class BackwardQueue:
-    """The nodes with a pending backward."""
-
     def __init__(self, clock: Clock, device: torch.device | None):
         figures = None if device is None else accelerator.memory_figures(device)
         self.clock = clock
@@ -133,7 +131,6 @@ class Clock:
         return clock
 
     def seconds(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
-        """Measures the seconds of a call; returns them and its result."""
         self.settle()
         waited_before = self.waited()
         start = self.mark()

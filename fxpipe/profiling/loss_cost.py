@@ -81,12 +81,7 @@ class MicroBatchLoss:
         return cls(traced, loss.function, tuple(outputs), pytree.tree_unflatten(part, spec))
 
     def __call__(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Returns the loss, and the outputs that its gradient goes to.
-
-        Raises:
-            LossError: the result is not a loss.
-            Exception: raised by `loss_fn`, with a note.
-        """
+        """Returns the loss, and the outputs that its gradient goes to. Raises errors of `loss_fn` with a note."""
         own = [as_leaf(value) if isinstance(value, torch.Tensor) else value for value in self.outputs]
         target = map_tensor_leaves(torch.clone, self.target)  # `loss_fn` may write to it
         try:
@@ -99,7 +94,6 @@ class MicroBatchLoss:
         return loss, [leaf for leaf in own if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
     def seconds(self, clock: Clock, repeats: int) -> tuple[float, float]:
-        """Measures the seconds of forward, and of backward to the outputs."""
         forward, backward = [], []
         for _ in range(repeats + 1):
             seconds, (loss, starts) = clock.seconds(self)

@@ -123,15 +123,12 @@ def count_flops_and_bytes(
 ) -> GraphCounts:
     """Runs the graph and counts. The model, its gradients and all random states are not changed.
 
-    Call it in a block of `with_fake_tensors`.
+    Call it in a block of `with_fake_tensors`. Raises errors of nodes with a note.
 
     Args:
         leaves: flattened inputs, with any number of samples.
         samples: samples of one micro-batch.
         keeps_outputs: the runs keep the outputs of the model.
-
-    Raises:
-        Exception: raised by a node with this number of samples, with a note.
     """
     lengths = planned_lengths(traced, leaves)
     here = size_point(samples, lengths)

@@ -79,7 +79,6 @@ class NodeTiming:
     def estimated(
         cls, work: NodeWork, hardware: Hardware, at: SizePoint, size: int = 0, ran: NodeOperations = NO_OPERATIONS
     ) -> NodeTiming:
-        """Estimates the seconds of operations."""
         forward, backward, to_inputs = work.seconds(hardware, at.values)
         return cls(forward, backward, max(0.0, backward - to_inputs), size, ran)
 
@@ -167,7 +166,6 @@ class TimingRounds:
         return 0 if samples.are_precise(negligible) else self.repeats
 
     def _visit(self, node: fx.Node, place: int) -> None:
-        """Computes the value of a node, and takes a sample if one is wanted."""
         for source in node.all_input_nodes:
             if source.op in ("placeholder", "get_attr") and source not in self.values:
                 self.values[source] = self._held(source)

@@ -117,9 +117,8 @@ def observe_storages(
             and sharing of memory between them does not matter.
         keeps_outputs: keep the outputs of the model.
 
-    Raises:
-        ValuesNeededError: counts depend on values, so run without `once`.
-        ChangedInPlaceError: run without `once`, since a node changes more of its arguments than their values.
+    With `once` it raises `ValuesNeededError` if counts depend on values, and `ChangedInPlaceError` if a node changes
+    more of its arguments than their values: then run without it.
     """
     observer = _StorageObserver(traced, effects, once, keeps_outputs)
     try:
@@ -208,15 +207,13 @@ class _StorageObserver:
                 seen.users.add(len(self.effects.nodes))
 
     def _begin(self, leaves: Sequence[Any]) -> None:
-        """Takes the model's tensors and the inputs."""
         traced, effects = self.traced, self.effects
         written = set().union(*effects.written_classes)
         for tensor in (*slots_of(traced.model).values(), *container_tensors(traced.model).values()):
             self.own.update(self.storages.numbers(tensor))
-        places = {node: place for place, node in traced.placeholders.items()}
         for node in traced.graph.nodes:
             if node.op == "placeholder":
-                leaf = leaves[places[node]]
+                leaf = leaves[traced.place_of(node)]
                 value = leaf.detach().clone().requires_grad_(leaf.requires_grad)
                 if leaf.requires_grad and effects.alias[node] in written:
                     value = value.clone()  # writes to a leaf are forbidden

@@ -103,8 +103,6 @@ def pop(value: T, name: str) -> T:
     return value
 
 
-# -- The code of a stage for people: expressions of the model, with modules and source lines in comments -------------
-
 _COLUMN = 88
 
 

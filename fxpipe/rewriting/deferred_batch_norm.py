@@ -54,11 +54,7 @@ class DeferredBatchNorm:
 
     @classmethod
     def of(cls, traced: Traced) -> DeferredBatchNorm:
-        """Finds batch norm that tracks running statistics.
-
-        Raises:
-            ArgumentError: running statistics that cannot be deferred.
-        """
+        """Finds batch norm that tracks running statistics. Raises `ArgumentError` if these cannot be deferred."""
         effects = traced.effects
         assert effects is not None
         norms = {

@@ -223,8 +223,6 @@ def _with_name(function: Callable[..., torch.Tensor], name: str) -> Callable[...
     return function
 
 
-# -- The nodes of a stage that can be split ----------------------------------------------------------------------------
-
 _aten = torch.ops.aten
 ParameterNames = dict[fx.Node, str]  # parameters of a stage -> their names in the model
 
@@ -273,8 +271,6 @@ def split_stage_backward(stage: Stage, run: fx.GraphModule) -> tuple[fx.GraphMod
 
 @dataclass(frozen=True, slots=True)
 class SplittableNode:
-    """A node to split, and its replacement."""
-
     parameters: tuple[fx.Node, ...]  # W computes their gradients
     make: Callable[[], Callable[..., Any]]  # makes the function to call instead
     args: tuple[Any, ...]  # after the tape

@@ -251,7 +251,6 @@ def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[n
 
 
 def check_tracer(tracer: Any) -> TracerOption:
-    """Returns `tracer`, or raises if it is not a tracer."""
     accepted = (
         f"accepted are {RECORD!r} and a function from the model to a torch.fx.GraphModule (torch.fx.symbolic_trace, or "
         "one that calls torch.export.export: docs/tracing.md)"

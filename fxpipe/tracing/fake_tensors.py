@@ -165,9 +165,6 @@ def draws_nothing(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> bool:
     return not is_training or arguments.get("num_layers") == 1 or 0 in (arguments.get("p"), arguments.get("dropout"))
 
 
-# -- replacing the tensors of a model --------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _replace_tensors(model: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """A block in which `other(tensor)` replaces every tensor that the model holds."""

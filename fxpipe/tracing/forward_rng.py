@@ -116,8 +116,6 @@ def same_generator_states(left: list[Any], right: list[Any]) -> bool:
     return left == right if is_faked() else torch.equal(left[0], right[0]) and left[1:] == right[1:]
 
 
-# -- calls that drew nothing, but may draw -----------------------------------------------------------------------------
-
 # They draw only for some values: rrelu for negative values, poisson and binomial for nonzero ones; or, on a GPU, from a
 # state of cuDNN.
 _VALUE_DEPENDENT = frozenset("rrelu rrelu_ poisson binomial lstm gru rnn_tanh rnn_relu".split())
@@ -167,8 +165,6 @@ _MAX_ITEMS = 1000  # in a container that is searched
 
 
 class OwnGenerators:
-    """The generators that a model holds, with their states."""
-
     def __init__(self, model: nn.Module):
         self._before = [(name, generator, _generator_state(generator)) for name, generator in _generators_of(model)]
 
@@ -182,7 +178,6 @@ class OwnGenerators:
                 generator.bit_generator.state = state
 
     def refuse_drawn(self) -> None:
-        """Raises `CannotRecord` if a generator has advanced."""
         for name, generator, before in self._before:
             if _comparable_state(_generator_state(generator)) != _comparable_state(before):
                 raise CannotRecord(

@@ -72,7 +72,6 @@ def describe_read(read: fx.Node) -> str:
 
 
 def expectations_of(traced: Traced) -> tuple[str, ...]:
-    """Returns descriptions of the values that stages compare."""
     return tuple(f"{n.args[2]} is {n.args[1]!r}" for n in traced.graph.nodes if n.target is expect)
 
 

@@ -136,9 +136,6 @@ def _extra_tensors(model: nn.Module, module: fx.GraphModule, tracer: str) -> dic
     return held
 
 
-# -- the run of a graph under the recorder -----------------------------------------------------------------------------
-
-
 class _GraphRun(fx.Interpreter):
     """Runs a graph of the user's under the recorder, node by node, except checks."""
 
@@ -155,7 +152,6 @@ class _GraphRun(fx.Interpreter):
                 raise TraceError(f"{what} at {line}; write the function out")
 
     def run_on(self, values: Sequence[Any]) -> Any:
-        """Runs the graph with these values for its placeholders."""
         env = dict(zip(self.graph.find_nodes(op="placeholder"), values, strict=True))
         try:
             return self.run(initial_env=env, enable_io_processing=False)
@@ -224,14 +220,10 @@ def _needed_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _node_origin(node: fx.Node, paths: set[str]) -> tuple[str, str] | None:
-    """Returns the module path and source line stored in a node."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = next((entry[0] for entry in reversed(stack) if entry[0] in paths), "")
     line = line_in_stack(node.meta.get("stack_trace") or "")
     return (path, line or UNKNOWN_LINE) if stack or line else None
-
-
-# -- functions that later passes recognize ---------------------------------------------------------------------------
 
 
 _aten = torch.ops.aten
@@ -245,9 +237,6 @@ _PUBLIC: dict[Any, Callable[..., Any]] = {
     _aten.dropout.default: F.dropout,
     _aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
 }
-
-
-# -- what the model does, and a graph may have lost -------------------------------------------------------------------
 
 
 class _LossDetector(TorchFunctionMode):

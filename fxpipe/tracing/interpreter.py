@@ -59,7 +59,6 @@ def run_nodes(
 
 
 def run_node(node: fx.Node, values: NodeValues) -> Any:
-    """Runs an operation in its recorded thread state."""
     with set_thread_state(state_of(node)):
         return call_node(node, values.__getitem__)
 
@@ -79,9 +78,6 @@ def naming_node(node: fx.Node, doing: str) -> Iterator[None]:
         if not any(note.startswith(f"fxpipe: while {doing} ") for note in getattr(error, "__notes__", ())):
             error.add_note(f"fxpipe: while {doing} {node.name} ({info(node).source})")
         raise
-
-
-# -- inputs of a run -------------------------------------------------------------------------------------------------
 
 
 def copy_as_leaf(value: Any) -> Any:

@@ -246,7 +246,6 @@ class Snapshot:
                 yield name, kept.tensor
 
     def containers_changed(self) -> Iterator[tuple[str, Any]]:
-        """Yields the lists, dicts and sets in attributes whose items have changed."""
         for name, container, before in self._containers:
             if not _same_items(container, before) and not _holds_only_computation(name, container):
                 yield name, container
@@ -400,9 +399,6 @@ def preserve_state(model: nn.Module) -> Iterator[Snapshot]:
         snapshot.restore()
 
 
-# -- what a graph reads of a model -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class TensorGuard:
     """A tensor that a graph reads, as it was during tracing. Its value may change, not its shape, dtype and names."""
@@ -455,9 +451,6 @@ def tensor_guards_of(model: nn.Module, names: Iterable[str]) -> tuple[TensorGuar
             others = tuple((other.store(model), other.key) for other in places[id(tensor)] if other != slot)
             guards.append(TensorGuard(slot.store(model), slot.key, tensor.shape, tensor.dtype, others))
     return tuple(guards)
-
-
-# -- training and evaluation mode: a graph, and a plan, belongs to one mode of all modules ---------------------------
 
 
 def evaluating_modules(model: nn.Module) -> tuple[str, ...]:

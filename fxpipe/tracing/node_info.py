@@ -219,7 +219,6 @@ def number_of(node: fx.Node) -> sympy.Expr:
 
 
 def constant_of(node: fx.Node, number: sympy.Expr) -> int | float:
-    """Converts the number of a size to int or float."""
     return float(number) if info(node).is_float_number else int(number)
 
 
@@ -237,11 +236,7 @@ def _required(node: fx.Node, value: T | None, what: str) -> T:
     return value
 
 
-# -- the arguments of a node -------------------------------------------------------------------------------------------
-
-
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Returns the given arguments of a node, by name."""
     return dict(zip(parameter_names(node.target), node.args, strict=False)) | dict(node.kwargs)
 
 
@@ -269,11 +264,7 @@ def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
     return dependencies
 
 
-# -- devices: the recording's and a stage's ----------------------------------------------------------------------------
-
-
 def set_node_device(node: fx.Node, device: torch.device) -> None:
-    """Sets what a node calls to its call on a device."""
     node.target, node.args, node.kwargs = call_on_device(node, device)
 
 
@@ -301,9 +292,6 @@ def call_on_device(node: fx.Node, device: torch.device) -> tuple[Any, tuple[Any,
         if is_of_torch and opname(target) in _FACTORIES:
             kwargs["device"] = device
     return target, args, kwargs
-
-
-# -- bytes of values ---------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)

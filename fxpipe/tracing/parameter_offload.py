@@ -273,8 +273,6 @@ def parameters_at_home() -> contextlib.AbstractContextManager[None]:
 
 
 class _FetchMode(TorchDispatchMode):
-    """Fetches the parameters among an operator's arguments."""
-
     supports_higher_order_operators = True
 
     def __init__(self, parameters: OffloadedParameters):

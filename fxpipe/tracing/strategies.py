@@ -284,12 +284,8 @@ def _graph_breaks_for(
 
 
 def _share_of(model: nn.Module, path: str) -> float:
-    """Returns the share of the parameters that a module has."""
     own, all_of = (sum(p.numel() for p in m.parameters()) for m in (model.get_submodule(path), model))
     return own / max(all_of, 1)
-
-
-# -- graphs of the mini-batch that are not valid for its micro-batches -----------------------------------------------
 
 
 # No model of the zoo: forward that loops over its samples (Qwen2.5-VL) needs it (behaviour/test_rows_per_sample.py).
@@ -313,16 +309,11 @@ def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) 
     return parts
 
 
-# -- the passes that complete a recording: sizes, guards, the comparison with the model -------------------------------
-
-
 def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     """Runs all passes on a recording, in order.
 
-    Raises:
-        FixedSizeError: a dimension cannot be dynamic.
-        TraceError: the graph differs from the model, or cannot be cut.
-        ArgumentError: there is no batch dimension, or inputs or outputs disagree on it.
+    Raises `FixedSizeError` if a dimension cannot be dynamic, `TraceError` if the graph differs from the model or cannot
+    be cut, `ArgumentError` if there is no batch dimension, or inputs or outputs disagree on it.
     """
     leaves = request.leaves
     is_for_one = traced.is_for_one_size or request.is_for_one_size

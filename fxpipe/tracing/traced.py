@@ -528,9 +528,6 @@ def _target_name(target: Any) -> str:
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
 
 
-# -- The dimension of each input that may hold the samples, and the number of rows per sample ------------------------
-
-
 def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None]:
     """Returns for each input leaf the dimension that may hold the batch, from `in_dims` or else 0.
 
@@ -602,7 +599,6 @@ def other_in_dims(leaves: Sequence[InputLeaf]) -> list[dict[str, int | None]]:
 
 
 def cut_elements(leaves: Sequence[InputLeaf], dims: Sequence[int | None]) -> int:
-    """Returns the number of elements of the inputs that are cut in these dimensions."""
     return sum(math.prod(leaf.shape) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
 
 

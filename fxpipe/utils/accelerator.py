@@ -99,11 +99,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def parse_device(argument: str, value: str | torch.device, anywhere: bool = False) -> torch.device:
-    """Checks a device that a user passes, and returns it with its index. `anywhere`: it need not be available.
-
-    Raises:
-        ArgumentError: it is not a device, is not available, or stages cannot run on it.
-    """
+    """Checks a device that a user passes, and returns it with its index. `anywhere`: it need not be available."""
     if isinstance(value, torch.Tensor):
         raise ArgumentError(f"{argument} has a tensor; inputs to plan with are example_args=(x,)")
     try:
@@ -248,18 +244,11 @@ def pinned(memory: torch.Tensor) -> torch.Tensor:
     return torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True).copy_(memory)
 
 
-# -- Captures of graphs ------------------------------------------------------------------------------------------------
-
-
 def refuse_capture(devices: Iterable[torch.device]) -> None:
     """Refuses to plan or to run a step while this thread captures a graph (`torch.cuda.graph`).
 
-    Args:
-        devices: devices of the pipe. Only these and the current device are checked: a check makes a device current,
-            which allocates memory for a context there.
-
-    Raises:
-        StateError: a current stream is being captured.
+    Only the current device and `devices`, of the pipe, are checked: a check makes a device current, which allocates
+    memory for a context there.
     """
     kind = accelerator_type()
     if kind is None:

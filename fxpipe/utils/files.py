@@ -20,10 +20,7 @@ from fxpipe.utils.polynomial import Polynomial, shortened
 def check_output_path(path: str | Path, formats: Sequence[str], what: str) -> str:
     """Returns the format that the suffix of `path` names, in lower case. Writes nothing.
 
-    Raises:
-        ArgumentError: the suffix is not one of `formats`.
-        FileError: the path is a directory, or its folder does not exist or cannot be written to.
-        ArgumentTypeError: `path` is not a path.
+    Raises `ArgumentError` if the suffix is not one of `formats`, `FileError` if the path cannot be written to.
     """
     place = _as_path(path)
     known = ", ".join(f".{name}" for name in formats)
@@ -46,12 +43,7 @@ def check_output_path(path: str | Path, formats: Sequence[str], what: str) -> st
 
 
 def write_atomically(path: str | Path, content: bytes, what: str) -> None:
-    """Writes to a temporary file in the same folder and renames it, so readers see the old or the new content.
-
-    Raises:
-        FileError: the file cannot be written.
-        ArgumentTypeError: `path` is not a path.
-    """
+    """Writes to a temporary file in the same folder and renames it, so readers see the old or the new content."""
     place = _as_path(path).resolve()  # replaces the target of a link, not the link
     part = place.with_name(f".{place.name[:100]}.{secrets.token_hex(4)}.part")
     try:
@@ -100,8 +92,7 @@ def dataclass_to_json(value: Any, polynomial_of: Callable[[Any], Polynomial] | N
 def dataclass_from_json(kind: type[T], value: Any, where: str) -> T:
     """Reads a dataclass from the output of `dataclass_to_json`; fields with a default may be missing.
 
-    Raises:
-        ArgumentError: names the location, the value and what was expected.
+    Raises `ArgumentError` with the location, the value and what was expected.
     """
     result: T = _read(kind, value, where)
     return result

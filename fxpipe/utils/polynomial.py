@@ -109,8 +109,6 @@ class Polynomial:
             texts.append("*".join(filter(None, ("" if powers and number == "1" else number, powers))))
         return " + ".join(texts).replace("+ -", "- ") or "0"
 
-    # -- Files -----------------------------------------------------------------------------------------------------
-
     def to_json(self) -> list[Any]:
         """Returns exact JSON values: coefficients for a polynomial in `b`, else numbers with their monomials.
 
@@ -127,11 +125,7 @@ class Polynomial:
 
     @classmethod
     def from_json(cls, value: Any) -> Polynomial:
-        """Reads the output of `to_json`.
-
-        Raises:
-            ArgumentError: `value` has another form.
-        """
+        """Reads the output of `to_json`. Raises `ArgumentError` if `value` has another form."""
         if isinstance(value, list) and value and all(isinstance(term, list) for term in value):
             return cls.of(dict(map(_term_from_json, value)))
         if not isinstance(value, list) or len(value) > MAX_DEGREE + 1:
@@ -188,9 +182,6 @@ def _term_from_json(value: list[Any]) -> tuple[Monomial, Number]:
 def shortened(value: Any) -> str:
     """Returns the text that errors show for a value from a file."""
     return repr(value)[:40] if isinstance(value, str | int | float | None) else with_article(value)
-
-
-# -- Fits to counts at some sizes --------------------------------------------------------------------------------------
 
 
 class SizePoint(NamedTuple):

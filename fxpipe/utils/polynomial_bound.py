@@ -24,8 +24,7 @@ Sizes = tuple[sympy.Symbol, ...]
 def polynomial_bound(expression: sympy.Expr, *sizes: sympy.Symbol) -> Polynomial:
     """Converts an expression to a polynomial, or to an upper bound if it is not a polynomial.
 
-    Raises:
-        ArgumentError: no bound is known, or the degree or a number is too large.
+    Raises `ArgumentError` if no bound is known, or the degree or a number is too large.
     """
     try:
         bound = sympy.Poly(_polynomial_bound(sympy.sympify(expression), sizes, above=True), *sizes)

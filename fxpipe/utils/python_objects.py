@@ -116,9 +116,6 @@ def _attributes(value: Any) -> dict[str, Any]:
     return attributes
 
 
-# -- Contents of objects --------------------------------------------------------------------------------------------
-
-
 def contains_any(value: Any, wanted: Callable[[Any], bool], in_functions: bool = True) -> bool:
     """Returns True if anything inside a value is `wanted`, also in objects that cannot be taken apart.
 

@@ -169,8 +169,6 @@ class _Walk:
         except (KeyError, AttributeError, ValueError):
             return False
 
-    # -- Walk --------------------------------------------------------------------------------------------------------
-
     def _note(self, fact: Any, name: str) -> None:
         self.facts.append(fact)
         self.names_of_facts.append(name)
@@ -301,9 +299,6 @@ class _Walk:
         return name in self.names.union(_CALLED) if self._codes is None else self._follows(function)
 
 
-# -- Parts of values -------------------------------------------------------------------------------------------------
-
-
 def _kind_of_fact(fact: Any) -> Any:
     if type(fact) is int:
         return None if fact < 1 << 20 else fact  # an index among the values, or an id
@@ -375,9 +370,6 @@ def _are_same(parts: Callable[[], tuple[Any, ...]], before: tuple[Any, ...]) -> 
 
 def _array_key(array: Any) -> tuple[Any, ...]:
     return array.shape, array.dtype, array.tobytes()
-
-
-# -- Names in code, and followed files -------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -115,9 +115,6 @@ pytree.register_pytree_node(_Size, lambda size: (list(size), None), lambda sizes
 pytree.register_pytree_node(_LookedAtObject, _refuse_flatten, lambda _, seen: seen.value)
 
 
-# -- Pytrees ---------------------------------------------------------------------------------------------------------
-
-
 LeafPaths = list[tuple[tuple[pytree.KeyEntry, ...], Any]]  # (path, leaf)
 KindOf = Callable[[Any], type[Any] | None]  # the node type of an object that is not a pytree of torch
 
@@ -185,8 +182,7 @@ def _kind_of_input(value: Any) -> type[Any] | None:
 def flatten_with_paths(tree: Any, kind_of: KindOf = _kind_of_input) -> tuple[LeafPaths, pytree.TreeSpec]:
     """Returns the leaves of inputs or targets with their paths, and the structure.
 
-    Raises:
-        ArgumentError: an object in the tree contains itself.
+    Raises `ArgumentError` if an object in the tree contains itself.
     """
     leaves: LeafPaths = []
     return leaves, _flatten(tree, kind_of, (), (), leaves)
@@ -199,11 +195,7 @@ def flatten(tree: Any, kind_of: KindOf = _kind_of_input) -> tuple[list[Any], pyt
 
 
 def flatten_output(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Returns the leaves of an output and its structure. Objects that contain nothing `is_recorded` are leaves.
-
-    Raises:
-        ArgumentError: an object in the output contains itself.
-    """
+    """Returns the leaves of an output and its structure. Objects that contain nothing `is_recorded` are leaves."""
     return flatten(tree, lambda value: _Object if contains_any(value, is_recorded) else None)
 
 
@@ -277,11 +269,7 @@ def _class_of(spec: pytree.TreeSpec) -> Any:
 
 
 def leaves_by_structure(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
-    """Returns the leaves of a tree of a known structure.
-
-    Raises:
-        StructureError: the structure differs.
-    """
+    """Returns the leaves of a tree of a known structure. Raises `StructureError` if it has another one."""
     if spec.is_leaf():
         return [tree]
     children = _children_like(tree, spec)
@@ -329,10 +317,8 @@ UNNAMED = object()  # the entry of fields that `prefix` does not name
 def broadcast_prefix(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
     """Returns the entry of `prefix` for each leaf of a structure; a leaf of `prefix` applies to all leaves below it.
 
-    A dict selects fields of a dataclass, named tuple or mapping by name; other fields get `UNNAMED`.
-
-    Raises:
-        StructureError: `prefix` has another structure.
+    A dict selects fields of a dataclass, named tuple or mapping by name; other fields get `UNNAMED`. Raises
+    `StructureError` if `prefix` has another structure.
     """
     is_node = pytree.node_type(prefix) in pytree.SUPPORTED_NODES
     is_node |= _is_dataclass(prefix) or (spec.type is _Object and type(prefix) is spec.context.kind)
@@ -366,9 +352,6 @@ def _fields_of(spec: pytree.TreeSpec) -> list[Any] | None:
         return list(spec.context[1] if spec.type is defaultdict else spec.context)
     is_mapping = issubclass(spec.type, Mapping) and isinstance(spec.context, (list, tuple))
     return list(spec.context) if is_mapping and len(spec.context) == spec.num_children else None
-
-
-# -- Objects passed to forward unchanged -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

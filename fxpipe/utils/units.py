@@ -59,9 +59,6 @@ def three_digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-# -- Arguments -------------------------------------------------------------------------------------------------------
-
-
 def whole_number(value: Any) -> int | None:
     """Converts any integer (also of numpy) to int; returns None for other values, and for bool.
 
@@ -106,9 +103,8 @@ def parse_count(argument: str, value: Any, expected: str = "a whole number") -> 
     >>> parse_count("chunks", 4)
     4
 
-    Raises:
-        ArgumentTypeError: it is not a whole number; `expected` describes what is accepted.
-        ArgumentError: it is less than 1.
+    Raises `ArgumentTypeError` if it is not a whole number (`expected` describes what is), `ArgumentError` if it is less
+    than 1.
     """
     count = whole_number(value)
     if count is not None and count >= 1:
@@ -118,12 +114,7 @@ def parse_count(argument: str, value: Any, expected: str = "a whole number") -> 
 
 
 def parse_number(argument: str, value: Any, what: str) -> float:
-    """Checks an argument that is a finite number, 0 or more.
-
-    Raises:
-        ArgumentError: it is negative or not finite.
-        ArgumentTypeError: it is not a number.
-    """
+    """Checks an argument that is a finite number, 0 or more."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ArgumentTypeError(f"{argument}={value!r} is {with_article(value)}; expected {what}, 0 or more")
     if not math.isfinite(value) or value < 0:

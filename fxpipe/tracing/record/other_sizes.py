@@ -97,9 +97,6 @@ def _batch_candidates(traced: Traced, in_dims: Any) -> Iterator[list[int | None]
             yield [dim if p in group and p != left_out else None for p, dim in enumerate(asked)]
 
 
-# -- recordings at several sizes -------------------------------------------------------------------------------------
-
-
 def _record_at_sizes(
     base: Traced, leaves: Sequence[Any], batch: int, needed: set[int], record_on: RecordFunction
 ) -> tuple[dict[int, Traced], CannotRecord | None]:
@@ -158,7 +155,6 @@ def same_value_reads(base: Traced, other: Traced, if_counts_differ: bool = False
 
 
 def _same_size_reads(base: Traced, other: Traced) -> bool:
-    """Returns whether all comparisons of recorded sizes had the same results."""
     reads, others = (
         [(r.function, r.result, r.where) for r in t.size_reads if r.function in SIZE_RELATIONS or r.function is bool]
         for t in (base, other)
@@ -210,9 +206,6 @@ def _other_functions_error(
     )
 
 
-# -- the arguments of a graph, without its numbers -------------------------------------------------------------------
-
-
 def _is_number(value: Any) -> bool:
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
@@ -242,9 +235,6 @@ def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
     else:
         name = "", target
     return node.op, node.name, name, info(node).source, map_aggregate((node.args, node.kwargs), bone)
-
-
-# -- numbers replaced by formulas ------------------------------------------------------------------------------------
 
 
 def _insert_formulas(

@@ -331,9 +331,6 @@ def erase_unused_nodes(traced: Traced, keeping: Collection[Any] = ()) -> None:
             traced.graph.erase_node(node)
 
 
-# -- names of inputs in forward, and of their leaves for the user: `x`, `xs[1]`, `batch['ids']` ----------------------
-
-
 def argument_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
     """Returns the argument of forward that holds a leaf of (args, kwargs)."""
     first = path[1]

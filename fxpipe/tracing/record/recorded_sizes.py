@@ -243,8 +243,6 @@ def unwrap_sizes(value: Any) -> Any:
     return pytree.tree_map_only((*RECORDED, slice), unwrap, value)
 
 
-# -- arithmetic ------------------------------------------------------------------------------------------------------
-
 _NUMBERS = (int, float, torch.SymInt)  # only nested tensors have a SymInt, and they are refused
 _WHOLE = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
 
@@ -361,8 +359,6 @@ pytree.register_pytree_node(
 )  # as an output
 
 
-# -- the recorder: the numbers that forward gets for shapes, and its conclusions from them ----------------------------
-
 Disguise = Mapping[tuple[str, int], int]  # name of a node and dimension -> how much larger Python sees the size
 TEXTS = ("texts of tensors", 0)  # a key of a disguise: the guise in which Python sees texts
 GUISES = range(11)
@@ -394,8 +390,6 @@ class SizeRecorder:
         self._nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
         self.storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: storages that forward holds
 
-    # -- inputs, shapes and layouts of tensors -----------------------------------------------------------------------
-
     def ask(self, question: Callable[[Sequence[Any]], Any], text: str, where: str = "") -> None:
         if text not in self.input_reads:
             with self.recorder.pause():
@@ -414,7 +408,6 @@ class SizeRecorder:
             self.ask(answer, f"{name} of the input {self.input_paths[places[0]]}")
 
     def of(self, tensor: torch.Tensor, method: str) -> tuple[int, ...]:
-        """Returns the sizes or strides of a tensor."""
         numbers = tensor.shape if method == "size" else tensor.stride()
         if not self.recorder.knows(tensor):
             self.names.add(self.recorder.names.own(tensor))
@@ -458,8 +451,6 @@ class SizeRecorder:
         else:
             self.names.add(self.recorder.names.own(tensor))
         return answer
-
-    # -- what Python does with numbers -------------------------------------------------------------------------------
 
     def add(self, function: Callable[..., Any], *operands: Any) -> fx.Node:
         return self.recorder.add("call_function", function, tuple(map(self.recorder.node_argument, operands)))

@@ -142,8 +142,6 @@ def lost_by_import(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
     return refusal[0], refusal[1] + (OPAQUE_REMEDY if name in TENSOR_HOOKS else "")
 
 
-# -- models that cannot be recorded, detected before anything runs ---------------------------------------------------
-
 DISTRIBUTED = (
     "was given to fully_shard, or another function of torch.distributed that spreads it over processes; give the model "
     "as it was before: a pipe spreads it by stages (devices=mesh over processes), and data_parallel= has replicas of it"
@@ -151,7 +149,6 @@ DISTRIBUTED = (
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Raises `CannotRecord` with all problems of `model`."""
     lines = [f"- {line}" for line in _problems_of(model)]
     if lines:
         raise CannotRecord(f"{type(model).__name__} cannot be traced as it is:\n" + "\n".join(lines), is_final=True)

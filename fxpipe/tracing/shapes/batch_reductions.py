@@ -187,8 +187,6 @@ class ReductionWalk:
                 self.traced.graph.erase_node(node)
         return tuple(self.handed_out.values())
 
-    # -- the tail ------------------------------------------------------------------------------------------------------
-
     def _reduced(self, output: fx.Node) -> ReducedOutput:
         """Walks back from an output to its pieces; the nodes after the pieces are the tail."""
         self.reduced, tail = ReducedOutput(), set[fx.Node]()
@@ -308,8 +306,6 @@ class ReductionWalk:
             if any(self.order.get(n, place) < place for n in held if info(n).storages & info(node).written_storages)
         ]
 
-    # -- nodes ---------------------------------------------------------------------------------------------------------
-
     def _piece(self, node: fx.Node, how: int | str | None, terms: Terms) -> None:
         self.reduced.values[node] = len(self.reduced.pieces)
         self.reduced.pieces.append(OutputPiece(node, how, terms))
@@ -367,8 +363,6 @@ class ReductionWalk:
         dims = [d for d, size in enumerate(shapes[0].shape) if size.free_symbols]
         is_seen = self.joins is None or dims == [d for d in self.joins.get(node, ()) if isinstance(d, int)]
         return dims[0] if len(dims) == 1 and is_seen else None
-
-    # -- reductions ----------------------------------------------------------------------------------------------------
 
     def _reduction(self, node: fx.Node) -> bool:
         """Adds the pieces of a node that reduces rows over samples; returns False for any other node."""
@@ -486,9 +480,6 @@ def _base_name(function: Any) -> str:
 
 def _unknown_reduction(node: fx.Node, why: str) -> UnknownReductionError:
     return UnknownReductionError(f"{node.name}, made at {info(node).source or 'the input'}, {why}")
-
-
-# -- terms of outputs --------------------------------------------------------------------------------------------------
 
 
 def _has_rows(terms: Terms) -> bool:

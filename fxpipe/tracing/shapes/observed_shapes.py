@@ -180,9 +180,6 @@ def resized(values: Sequence[Any], sizes: Mapping[InputDim, int]) -> list[Any]:
     return result
 
 
-# -- samples to run with ---------------------------------------------------------------------------------------------
-
-
 def _choices(
     values: Sequence[Any], dims: Mapping[int, int], groups: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, ...]]:
@@ -229,9 +226,6 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
-# -- one run ---------------------------------------------------------------------------------------------------------
-
-
 def observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> ObservedValues:
     """Runs the graph and observes each node, until an error. Raises the error if `wanted` was not reached."""
     seen: ObservedValues = {}
@@ -261,9 +255,6 @@ def observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> Obs
 
 def observed_tensors(value: Any) -> list[ObservedTensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, ObservedTensor)]
-
-
-# -- formulas --------------------------------------------------------------------------------------------------------
 
 
 class SizeFormula(NamedTuple):

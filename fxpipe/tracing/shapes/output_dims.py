@@ -198,9 +198,6 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -
     )
 
 
-# -- values of inputs ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class InputValues:
     """The program that computes values from inputs."""

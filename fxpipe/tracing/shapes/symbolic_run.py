@@ -278,8 +278,6 @@ class SymbolicRun:
         self.fixed_by.update(dict.fromkeys(fixed, node))
         return fixed
 
-    # -- values that fake tensors do not show -------------------------------------------------------------------------
-
     def _seen(self, node: fx.Node) -> Any:
         """Returns the result of a node as observed in real runs. Raises `FixedSizeError` if it depends on values."""
         groups = [] if self.known.fixing else self._groups(node)
@@ -391,9 +389,6 @@ def _is_user_function(node: fx.Node) -> bool:
     return node.op == "call_function" and home not in ("torch", "_operator", "operator", "math", "builtins")
 
 
-# -- equal calls ---------------------------------------------------------------------------------------------------
-
-
 class ChangedInPlaceError(Exception):
     """A function has changed the sizes or strides of its argument, which may represent several values."""
 
@@ -416,13 +411,11 @@ class NodeCache:
         self._number_of: dict[int, int] = {}  # id of a value -> its number
 
     def number(self, value: Any) -> int:
-        """Returns the number of a value, equal for values with equal metadata."""
         if id(value) not in self._number_of:
             self._number_of[id(value)] = self._numbers.setdefault(_value_key(value), len(self._numbers))
         return self._number_of[id(value)]
 
     def key(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable:
-        """Returns the key of a call."""
         arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Number(self.number(values[n])))
         return node.op, function_key(node.target), _value_key(arguments), state_of(node)
 

@@ -58,15 +58,12 @@ def add_shapes(
 ) -> Traced:
     """Finds the batch in `traced`, recorded on `values`, and the shapes of its nodes (`NodeInfo`).
 
-    Fixed sizes become constants of the graph.
+    Fixed sizes become constants of the graph. Raises `ArgumentError` if there is no batch, inputs disagree on it, or an
+    output needs `out_dims`; `TraceError` if forward computes with the batch size in plain Python.
 
     Args:
         dynamic: dimensions to keep dynamic if possible, with the names of their sizes.
         lengths: dimensions among them that another graph has shown to hold no samples (a mask of shape [T, T]).
-
-    Raises:
-        ArgumentError: there is no batch, inputs disagree on it, or an output needs `out_dims`.
-        TraceError: forward computes with the batch size in plain Python.
     """
     asked, sure = candidate_dims(traced.leaves, in_dims), in_dims is not None
     sizes = batch_sizes(traced.leaves, asked)
@@ -132,9 +129,6 @@ def add_shapes(
     traced = replace(traced, left_attribute_dims=left_dims(traced), uneven_outputs=uneven_outputs(traced))
     _fold_fixed_sizes(traced)
     return traced
-
-
-# -- dynamic sizes ---------------------------------------------------------------------------------------------------
 
 
 def _run_with_dynamic_sizes(
@@ -286,7 +280,6 @@ def _refuse_other_layouts(
 
 
 def _operands(run: SymbolicRun, formula: Callable[[Any], sympy.Expr], read: SizeRead) -> list[sympy.Expr]:
-    """Returns the formulas of the sizes that were read."""
     values: list[Any] = [run.node_values[o] if isinstance(o, fx.Node) else o for o in read.operands]
     if read.function is length or read.function in PIECES:
         tensor, dim, *rest = values
@@ -339,9 +332,6 @@ def _fold_fixed_sizes(traced: Traced) -> None:
         for user in list(node.users):
             user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: constants.get(n, n))
         traced.graph.erase_node(node)
-
-
-# -- reads of sizes in plain Python ----------------------------------------------------------------------------------
 
 
 def _relation(read: SizeRead, operands: Sequence[sympy.Expr]) -> sympy.Basic:

@@ -191,9 +191,6 @@ def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
     )
 
 
-# -- runs without dropout, and with the running statistics of batch norm -----------------------------------------------
-
-
 def can_run_deterministically(traced: Traced) -> bool:
     """Returns whether all functions that would make parts of a batch differ can run deterministically."""
     effects: Effects | None = traced.effects
@@ -273,8 +270,6 @@ class _Deterministic(TorchFunctionMode):
             bound |= {"training": False, "running_mean": zeros, "running_var": zeros + 1}
         return func(**bound) if func is F.batch_norm else func(*map(bound.get, parameter_names(func)))
 
-
-# -- dynamic sizes ---------------------------------------------------------------------------------------------------
 
 _STEP = 3  # a new size is larger than the largest recorded size by this, if the graph holds for it
 _FARTHEST_STEP = 17  # else it differs from the recorded size by less than this
@@ -387,9 +382,6 @@ def resize(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any]
     """Returns the flattened inputs with these dynamic sizes: cut, or repeated from their beginning."""
     values = dict(lengths)
     return resized(leaves, {key: int(formula.subs(values)) for key, formula in traced.dynamic.formulas.items()})
-
-
-# -- later comparisons of graph and model, for micro-batches unknown when it was traced ------------------------------
 
 
 def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int]) -> bool:

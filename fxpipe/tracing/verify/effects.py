@@ -248,9 +248,6 @@ def running_statistics(node: fx.Node) -> list[fx.Node]:
     return [n for name in ("running_mean", "running_var") if isinstance(n := arguments.get(name), fx.Node)]
 
 
-# -- inputs that forward writes to -----------------------------------------------------------------------------------
-
-
 def refuse_differing_writes(traced: Traced) -> None:
     """Raises `CannotRecord` if micro-batches would write different values to an input that is not split."""
     effects, batched = traced.effects, traced.batch_placeholders
@@ -349,8 +346,6 @@ def _memory_extent(tensor: torch.Tensor) -> tuple[int, int, int]:
     stop = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return storage_of(tensor), start * tensor.itemsize, stop * tensor.itemsize
 
-
-# -- invariants of a graph, which every pass may rely on and must preserve -------------------------------------------
 
 _SHOWN_FAULTS = 8
 

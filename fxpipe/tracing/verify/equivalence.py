@@ -71,10 +71,8 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
 
     These are the micro-batch sizes (one sample fewer if a micro-batch is as large as the batch), and one sample more: a
     loop over four samples with slices works with three. Skips sizes that the model rejects. A graph recorded on some
-    samples is compared at the micro-batch sizes and only observed at the size of a larger part.
-
-    Raises:
-        TraceError: an output or a buffer differs; names it, the size and the remedy.
+    samples is compared at the micro-batch sizes and only observed at the size of a larger part. Raises `TraceError`,
+    with the name, the size and the remedy, if an output or a buffer differs.
     """
     batch = traced.batch_of(leaves)
     smaller = micro_batch_sizes(batch, chunks) - {batch} or {batch - 1} - {0}
@@ -326,8 +324,6 @@ def is_roughly_close(want: Any, have: Any) -> bool:
     is_rounded = isinstance(want, torch.Tensor) and (want.is_floating_point() or want.is_complex())
     return is_close(want, have, torch.finfo(want.dtype).eps ** 0.5 if is_rounded else None)
 
-
-# -- two training calls ----------------------------------------------------------------------------------------------
 
 FEWEST_SAMPLES = 2  # samples; the shapes of a single sample are special
 SMALL_GRADIENT = 1 << 16  # elements up to which a gradient is kept unreduced

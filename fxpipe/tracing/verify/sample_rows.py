@@ -131,9 +131,7 @@ def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dim
 
     If an output does not join, it is computed once, from values further back that do. Returns the graph, and whether
     the check holds for all micro-batch sizes: not if samples belong together in pairs, or the graph runs only at these.
-
-    Raises:
-        ArgumentError: samples depend on each other, or may; names the line that mixes them, and remedies.
+    Raises `ArgumentError` with the line that mixes samples, and remedies, if samples depend on each other, or may.
     """
     refusal, is_told = _refusal_of(traced, leaves, chunks)
     if refusal is None:
@@ -613,9 +611,6 @@ class _SideBySide(_Findings):
         self.values[node] = [_like(one, old) for one, old in zip(new, values, strict=True)]
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
 def _value_sources(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments whose values a node uses; excludes those used only for sizes or dtype."""
     name, sources = base_opname(node), node.all_input_nodes
@@ -722,8 +717,6 @@ def _holds_integers(leaf: torch.Tensor) -> bool:
     """Returns whether an input holds integers: ids, masks, labels."""
     return not leaf.is_complex() and (not leaf.is_floating_point() or bool((leaf == leaf.round()).all()))
 
-
-# -- messages ----------------------------------------------------------------------------------------------------------
 
 _REMEDIES = (
     "compute each sample by itself (another dimension), or keep the mini-batch whole (chunks=1, or micro-batches of "
