@@ -181,14 +181,6 @@ def test_blocks_that_decide_at_run_time_are_refused() -> None:
         trace_by_function(Forward(forward), exporting(x()), (x(),), {})
 
 
-@pytest.mark.parametrize("make", [fx.symbolic_trace, lambda m: torch.export.export(m, (x(),)).module()])
-def test_a_function_of_the_users(make: Any) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
-    traced = trace_by_function(model, make, (x(),), {})
-    assert traced.tracer == make.__qualname__
-    assert_same_as_model(traced, x())
-
-
 def test_a_function_may_fix_arguments() -> None:
     class Scaled(Layered, lin=6):
         def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: int = 1) -> torch.Tensor:
@@ -422,28 +414,6 @@ def test_backward_on_tensors_of_its_own_is_carried() -> None:
     traced = trace(Model(forward), (x(),))
     assert list(traced.whole) == [""]
     assert_same_as_model(traced, x(7))
-
-
-class Inside(nn.Module):
-    """Holds nearly all parameters in one module."""
-
-    def __init__(self, forward: Any, **held: Any) -> None:
-        super().__init__()
-        self.inner, self.out = Model(forward, **held), nn.Linear(6, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.inner(x))
-
-
-def test_a_large_module_that_draws_in_python_stays_whole() -> None:
-    model = Inside(lambda m, a: m.lin(a) * random.random())
-    traced = trace(model, (x(),))
-    assert traced.tracer == "record"
-    assert list(traced.whole) == ["inner"]
-    assert max(traced.opaque_shares.values()) > 0.5
-    for tracer in FUNCTIONS:
-        with pytest.raises(TraceError, match="Python's or numpy's random numbers"):
-            trace(model, (x(),), tracer=tracer)
 
 
 def test_a_module_kept_whole_that_runs_backward_through_what_it_is_given_is_refused() -> None:

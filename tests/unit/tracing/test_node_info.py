@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import operator
 import pathlib
 
 import pytest
@@ -12,44 +11,11 @@ import torch.nn.functional as F
 from torch import fx
 
 import fxpipe
-from fxpipe.errors import InternalError
-from fxpipe.tracing.node_info import (
-    NodeInfo,
-    RandomDraws,
-    container_of,
-    named_arguments,
-    number_of,
-    opaque_call_of,
-    state_of,
-    value_read_of,
-)
+from fxpipe.tracing.node_info import named_arguments
 from fxpipe.tracing.verify.compared_sizes import run_deterministic_node
 from fxpipe.tracing.verify.effects import running_statistics
 
 TORCHS_OWN = {"val", "nn_module_stack", "stack_trace"}
-
-
-def a_node() -> fx.Node:
-    return fx.Graph().placeholder("x")
-
-
-@pytest.mark.parametrize(
-    ("accessor", "what"),
-    [
-        (state_of, "state of the thread"),
-        (number_of, "number"),
-        (value_read_of, "value that forward has read"),
-        (opaque_call_of, "opaque call"),
-    ],
-)
-def test_what_a_pass_expects_and_a_node_has_not_is_an_error_that_names_both(accessor, what):
-    with pytest.raises(InternalError, match=f"the node x has no {what}"):
-        accessor(a_node())
-
-
-def test_a_node_that_is_added_beside_another_is_of_the_same_line_and_draws_nothing():
-    beside = NodeInfo(source="model.py:3", module="block", rng=RandomDraws(), storages=frozenset({1})).beside()
-    assert beside == NodeInfo(source="model.py:3", module="block")
 
 
 def test_no_file_keeps_other_keys_in_the_meta_of_nodes():
@@ -85,21 +51,6 @@ def test_running_statistics_of_norms_are_found_by_place(function, order):
     norm = graph.call_function(function, (*nodes.values(), True))
     assert running_statistics(norm) == [nodes["running_mean"], nodes["running_var"]]
     assert {name: named_arguments(norm)[name] for name in tensors} == nodes
-
-
-def test_arguments_are_those_given():
-    graph = fx.Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    loss = graph.call_function(F.mse_loss, (x,), {"target": y})
-    assert named_arguments(loss) == {"input": x, "target": y}
-
-
-def test_a_part_is_known_by_what_it_is_taken_of():
-    graph = fx.Graph()
-    values = graph.placeholder("values")
-    assert container_of(graph.call_function(operator.getitem, (values, 0))) is values
-    assert container_of(graph.call_function(operator.neg, (values,))) is None
-    assert container_of(values) is None
 
 
 def test_a_causal_mask_given_by_place_stays_without_dropout():

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.layered import Layered
-from helpers.traced_models import is_graph_of
+from helpers.oracle import assert_step
+from helpers.traced_models import Forward, is_graph_of
 from torch import nn
 
 import fxpipe
@@ -26,14 +27,8 @@ from fxpipe.utils.batch_split import samples_per_micro_batch
 T = 4  # of the inputs [b, T, 6]: also the batch size of the example
 
 
-class Forward(nn.Module):
-    def __init__(self, forward: Any):
-        super().__init__()
-        self.lin, self.out = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.function = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
+def make_model(forward: Any) -> nn.Module:
+    return Forward(forward, out=nn.Linear(6, 6))
 
 
 def np_prod(shape: Any) -> int:
@@ -84,18 +79,9 @@ RIGHT: dict[str, Any] = {
 SIZES = (4, 1, 2, 3, 5, 32)
 
 
-def compare(pipe: Any, *args: Any) -> None:
-    """Outputs and gradients, by name, of one step."""
-    plain = copy.deepcopy(pipe.model)
-    plain.zero_grad()
-    pipe.model.zero_grad()
-    have, want = pipe(*args), plain(*args)
-    torch.testing.assert_close(have, want)
-    have.square().sum().backward()
-    want.square().sum().backward()
-    gradients = {name: p.grad for name, p in pipe.model.named_parameters()}
-    for name, p in plain.named_parameters():
-        torch.testing.assert_close(gradients[name], p.grad, msg=lambda m, name=name: f"{name}: {m}")
+def compare(pipe: Any, x: torch.Tensor) -> None:
+    """A step of the pipe is that of the plain model."""
+    assert_step(pipe, copy.deepcopy(pipe.model), x)
 
 
 SLOW = ("numpy prod",)  # formulas that take long to find
@@ -103,14 +89,14 @@ SLOW = ("numpy prod",)  # formulas that take long to find
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RIGHT])
 def test_as_the_plain_model_at_every_batch_size(name):
-    model = Forward(RIGHT[name])
+    model = make_model(RIGHT[name])
     with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, T, 6),)) as pipe:
         for size in SIZES:
             compare(pipe, torch.randn(size, T, 6))
 
 
 def test_ints_in_the_graph_are_computed_from_a_size():
-    traced = trace(Forward(RIGHT["rows counted"]), (torch.randn(4, T, 6),))
+    traced = trace(make_model(RIGHT["rows counted"]), (torch.randn(4, T, 6),))
     assert [(node.name, node.args[1:]) for node in traced.nodes if "batch" in node.name] == [
         ("batch", (0,)), ("batch_mul", (4,)),
     ]  # fmt: skip
@@ -121,7 +107,7 @@ def test_ints_in_the_graph_are_computed_from_a_size():
 
 
 def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
-    traced = trace(Forward(RIGHT["rows counted"]), (torch.randn(4, T, 6),), chunks=2)
+    traced = trace(make_model(RIGHT["rows counted"]), (torch.randn(4, T, 6),), chunks=2)
     assert traced.recorded_sizes == (2, 3, 4, 5, 6)
     x = torch.randn(8, T, 6)
     assert [n for n in range(1, 9) if is_graph_of(traced, [x[:n]])] == [2, 3, 4, 5, 6]
@@ -131,7 +117,7 @@ def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
 
 def test_what_depends_on_a_size_that_was_not_recorded():
     """`min(len(x), 8)` looks like the batch size in small batches."""
-    model = Forward(lambda m, x: m.out(m.lin(x)[:, :1] + torch.zeros(1, min(len(x), 8), 1)).sum(1))
+    model = make_model(lambda m, x: m.out(m.lin(x)[:, :1] + torch.zeros(1, min(len(x), 8), 1)).sum(1))
     with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=1, example_args=(torch.randn(4, T, 6),), out_dims=0) as pipe:
         for size in (4, 5, 7, 8, 9, 20):
             compare(pipe, torch.randn(size, T, 6))
@@ -145,7 +131,7 @@ def test_guards():
         h = m.lin(x).view(len(x) * T, 6)
         return m.out(h).view(len(x), -1, 6) if (x > 0).all() else m.out(-h).view(len(x), -1, 6)
 
-    with fxpipe.pipeline(Forward(guarded), ["cpu", "cpu"], chunks=2) as pipe:
+    with fxpipe.pipeline(make_model(guarded), ["cpu", "cpu"], chunks=2) as pipe:
         for size in (4, 3, 1):
             x = torch.rand(size, T, 6) + 0.1
             compare(pipe, x)
@@ -183,7 +169,7 @@ def test_loop_over_the_samples(name):
     with pytest.raises(
         TraceError, match=r"other functions with 2 samples than with the example's 4.*test_batch_numb"
     ) as e:
-        trace(Forward(LOOPS[name]), (torch.randn(4, T, 6),), tracer="record")
+        trace(make_model(LOOPS[name]), (torch.randn(4, T, 6),), tracer="record")
     assert "use a tensor function over the batch, or keep the Python whole (leaf_modules=" in str(e.value)
 
 
@@ -192,7 +178,7 @@ class Looping(nn.Module):
 
     def __init__(self, forward: Any):
         super().__init__()
-        self.before, self.inner, self.after = nn.Linear(6, 6), Forward(forward), nn.Linear(6, 6)
+        self.before, self.inner, self.after = nn.Linear(6, 6), make_model(forward), nn.Linear(6, 6)
 
     def forward(self, x):
         return self.after(self.inner(self.before(x)))
@@ -219,7 +205,7 @@ def _row_by_row(x):
 
 
 def test_function_that_goes_over_the_samples_as_a_leaf():
-    model = Forward(lambda m, x: m.out(_row_by_row(m.lin(x)).view(len(x), T, 6)))
+    model = make_model(lambda m, x: m.out(_row_by_row(m.lin(x)).view(len(x), T, 6)))
     with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, T, 6),)) as pipe:
         for size in SIZES:
             compare(pipe, torch.randn(size, T, 6))
@@ -252,7 +238,7 @@ def np_arange(length: int) -> Any:
 
 @pytest.mark.parametrize("values_of", [np_arange, lambda length: [0.5] * length])
 def test_values_made_for_the_samples_by_python_take_a_graph_for_each_size(values_of):
-    model = Forward(lambda m, x: m.lin(x) + torch.as_tensor(values_of(len(x)))[:, None, None])
+    model = make_model(lambda m, x: m.lin(x) + torch.as_tensor(values_of(len(x)))[:, None, None])
     with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, T, 6),)) as pipe:
         for size in (4, 8, 5, 3):
             compare(pipe, torch.randn(size, T, 6))
@@ -262,14 +248,14 @@ def test_values_made_for_the_samples_by_python_take_a_graph_for_each_size(values
 def test_refused(name):
     forward, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
-        fxpipe.plan(Forward(forward), 1, chunks=2, example_args=(torch.randn(4, T, 6),), tracer="record")
+        fxpipe.plan(make_model(forward), 1, chunks=2, example_args=(torch.randn(4, T, 6),), tracer="record")
 
 
 def test_a_number_without_a_formula_is_refused():
     with pytest.raises(
         TraceError, match=r"makes a plain number of the number of samples at .*test_batch_numb.*\(.*; keep"
     ):
-        trace(Forward(lambda m, x: m.lin(x) * 2 ** int(x.shape[0])), (torch.randn(5, T, 6),), chunks=2)
+        trace(make_model(lambda m, x: m.lin(x) * 2 ** int(x.shape[0])), (torch.randn(5, T, 6),), chunks=2)
 
 
 @pytest.mark.parametrize(
@@ -285,14 +271,9 @@ def test_a_number_without_a_formula_is_refused():
 )
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_a_read_of_the_size_does_no_harm_where_micro_batches_come_to_the_same(forward, chunks):
-    plain, x = Forward(forward), torch.randn(4, T, 6)
-    ours = copy.deepcopy(plain)
-    with fxpipe.pipeline(ours, ["cpu", "cpu"], chunks, example_args=(x,), tracer="record") as pipe:
-        torch.testing.assert_close(pipe(x), plain(x))
-        pipe(x).square().mean().backward()
-    plain(x).square().mean().backward()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, msg=name)
+    x = torch.randn(4, T, 6)
+    with fxpipe.pipeline(make_model(forward), ["cpu", "cpu"], chunks, example_args=(x,), tracer="record") as pipe:
+        compare(pipe, x)
 
 
 # -- formulas --------------------------------------------------------------------------------------------------------
@@ -322,6 +303,6 @@ def test_other_numbers_have_no_formula(number):
 
 
 def test_the_batch_size_as_an_output_is_that_of_the_mini_batch():
-    model, x = Forward(lambda m, x: (m.lin(x), len(x))), torch.randn(5, 6)
+    model, x = make_model(lambda m, x: (m.lin(x), len(x))), torch.randn(5, 6)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2) as pipe:
         assert pipe(x)[1] == 5

@@ -146,19 +146,6 @@ def test_what_is_remembered_is_computed():
     assert fxpipe.trace(Squared(), (EXAMPLE,), chunks=4).recorded_samples is None
 
 
-def test_part_that_is_all_there_is_to_compare():
-    """A model that refuses a single sample is compared with the two that were recorded."""
-    seen = UnseenList()
-
-    def noting(x):
-        if has_values(x):
-            seen.append(unseen_count(x))
-        return nn.functional.batch_norm(x, None, None, training=True)
-
-    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12, out_dims=0).recorded_samples == 2
-    assert [*seen] == [*[2] * 5, 1, 2, 2]  # recorded (three times to look for sizes), refused, compared twice
-
-
 def inverses(x):
     """Of zeros there is none."""
     y = x.view(-1, 2, 3, 1).squeeze()

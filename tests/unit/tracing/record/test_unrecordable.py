@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -100,19 +99,13 @@ HIDDEN = "depends on the inputs and 'inner.lin.bias'"
 READS: dict[str, tuple[Any, str]] = {
     "if": (lambda m, x: m.lin(x) if (m.lin(x) > -9).all() else x, rf"\(bool\) that {HIDDEN}"),
     "item": (lambda m, x: m.lin(x) * m.lin(x).max().item(), rf"\(item\) that {HIDDEN}"),
-    "float": (lambda m, x: m.lin(x) * float(m.lin(x).norm().detach()), rf"\(float\) that {HIDDEN}"),
     "of a trained parameter": (
         lambda m, x: m.lin(x) * m.lin.weight.sum().item(), r"\(item\) that depends on 'inner.lin.weight'"
     ),
     "of a changed buffer": (_counted, r"\(int\) that depends on 'inner.n', which forward changes"),
     "of noise": (_noise, r"\(bool\) that depends on random numbers"),
     "of a lot that goes on": (_lot, r"\(bool\) that depends on random numbers"),
-    "tolist": (lambda m, x: m.lin(x) * m.lin(x).tolist()[0][0], rf"\(tolist\) that {HIDDEN}"),
-    "numpy": (lambda m, x: m.lin(x) * float(m.lin(x).detach().numpy().sum()), rf"\(numpy\) that {HIDDEN}"),
-    "index": (lambda m, x: m.lin(x) * [1.0][m.lin(x)[0].argmax() * 0], rf"\(index\) that {HIDDEN}"),
-    "contains": (lambda m, x: m.lin(x) * (3.0 in m.lin(x)), rf"\(contains\) that {HIDDEN}"),
     "equal": (lambda m, x: m.lin(x) if torch.equal(m.lin(x), x) else m.lin(x) + 1, rf"\(equal\) that {HIDDEN}"),
-    "allclose": (lambda m, x: m.lin(x) * torch.allclose(m.lin(x), x), rf"\(allclose\) that {HIDDEN}"),
     "a number from another function": (
         lambda m, x: m.lin(x) * torch.ops.aten._local_scalar_dense(m.lin(x).max()), r"\(local_scalar_dense",
     ),
@@ -148,11 +141,6 @@ def _set(module, **values):
     return 0
 
 
-def _with_grad_off(m, x):
-    m.lin.requires_grad_(False)
-    return m.lin(x)
-
-
 def _write_without_grad(m, x):
     with torch.no_grad():
         m.lin.weight.mul_(0.5)
@@ -168,11 +156,6 @@ def _write_by_out(m, x):
 def _initialize(m, x):
     nn.init.zeros_(m.lin.weight)
     return m.lin(x)
-
-
-def _default_dtype(m, x):
-    torch.set_default_dtype(torch.float64)
-    return m.lin(x.double())
 
 
 _elsewhere = torch.ones(6)
@@ -197,7 +180,6 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "parameter": (_write_without_grad, *PARAMETER),
     "parameter, by data": (lambda m, x: m.lin(x) + m.lin.weight.data.add_(1).sum() * 0, *PARAMETER),
     "parameter, by a view": (lambda m, x: m.lin(x) + m.lin.weight.detach()[0].mul_(2).sum() * 0, *PARAMETER),
-    "parameter, an item": (lambda m, x: m.lin.weight.data.__setitem__(0, 1.0) or m.lin(x), *PARAMETER),
     "parameter, by out": (_write_by_out, *PARAMETER),
     "parameter, by init": (_initialize, *PARAMETER),
     "parameter, data set": (
@@ -206,7 +188,6 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     ),
     "parameter made": (lambda m, x: x * nn.Parameter(torch.ones(6)), "makes a parameter or a module", "in __init__"),
     "module made": (lambda m, x: nn.Linear(6, 6)(x), "makes a parameter or a module in forward", "make it in __init__"),
-    "gradients switched off": (_with_grad_off, "switches off gradients", "before the model is called"),
     "gradients switched on": (
         lambda m, x: m.lin(x) + _elsewhere.requires_grad_(), "uses a tensor that requires grad", "make it a parameter",
     ),
@@ -214,9 +195,6 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         lambda m, x: _elsewhere.__setattr__("requires_grad", True) or m.lin(x), "sets the attribute `.requires_grad`",
         "a new tensor",
     ),
-    "hook on a tensor": (lambda m, x: m.lin(x).register_hook(abs) and x, "puts a hook on a tensor", "outside forward"),
-    "retain_grad": (lambda m, x: m.lin(x).retain_grad() or x, "keeps the gradient of a tensor", "outside forward"),
-    "backward": (lambda m, x: m.lin(x).sum().backward() or x, "runs backward", "outside forward"),
     "autograd.grad": (
         lambda m, x: torch.autograd.grad(m.lin(x).sum(), m.lin.weight)[0], "runs autograd", "outside forward",
     ),
@@ -225,19 +203,13 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "tensor from numpy": (lambda m, x: m.lin(x) + torch.from_numpy(np.ones(6)), "unknown origin", "nor a compiled"),
     "traced function": (lambda m, x: _scripted(m.lin(x)) + 1, "unknown origin", "a compiled or scripted function"),
     "object": (lambda m, x: Doubled.apply(m.lin(x), object()), "passes a builtins.object", "a plain number first"),
-    "generator": (
-        lambda m, x: m.lin(x) + torch.rand(6, generator=torch.Generator()), "a random generator of its own",
-        "leave out",
-    ),
-    "default dtype": (_default_dtype, "changes the default dtype", "pass dtype="),
 }  # fmt: skip
 
 
 # What keeping the module whole would not make right.
 FINAL = frozenset(
-    "parameter;parameter, by data;parameter, by a view;parameter, an item;parameter, by out;parameter, by init;"
-    "parameter, data set;parameter made;module made;gradients switched off;gradients switched on;gradients asked for;"
-    "generator;default dtype".split(";")
+    "parameter;parameter, by data;parameter, by a view;parameter, by out;parameter, by init;parameter, data set;"
+    "parameter made;module made;gradients switched on;gradients asked for".split(";")
 )
 
 
@@ -259,7 +231,6 @@ CHANGED: dict[str, tuple[Any, str]] = {
     "new attribute": (lambda m, x: _set(m, size=x.shape[1]) + m.lin(x), "attribute 'inner.size'"),
     "deleted attribute": (lambda m, x: m.__delattr__("count") or m.lin(x), "attribute 'inner.count'"),
     "list": (lambda m, x: m.log.append(1) or m.lin(x), "attribute 'inner.log'"),
-    "list item": (lambda m, x: m.log.__setitem__(0, object()) or m.lin(x), "attribute 'inner.log'"),
     "nested": (lambda m, x: m.nested["a"][0].append(1) or m.lin(x), r"attribute \"inner.nested\['a'\]\[0\]\""),
     "private dict": (lambda m, x: m._cache.setdefault("key", 1) and m.lin(x), "attribute 'inner._cache'"),
     "queue": (lambda m, x: m.recent.append(x.shape) or m.lin(x), "attribute 'inner.recent'"),
@@ -269,12 +240,6 @@ CHANGED: dict[str, tuple[Any, str]] = {
         lambda m, x: m.lin(x) * random.random(),
         "Python's or numpy's random numbers.*torch.rand",
     ),
-    "numpy's random numbers": (lambda m, x: m.lin(x) * np.random.rand(), "Python's or numpy's random numbers"),
-    "buffer that requires grad": (
-        lambda m, x: _set(m, n=m.lin(x)) + m.n,
-        "sets 'inner.n' to a tensor that requires grad",
-    ),
-    "parameter replaced": (lambda m, x: _set(m, weight=m.lin.weight) + m.lin(x), "sets the parameter 'inner.weight'"),
 }
 
 
@@ -308,24 +273,6 @@ def test_embedding_that_scales_its_weight_is_refused():
 
 
 # -- models that are refused before they run -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("add", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_backward_hooks_on_modules(add):
-    model = Outer(nn.Linear(6, 6))
-    getattr(model.inner, add)(lambda *_: None)
-    with pytest.raises(CannotRecord, match=r"has the backward hook .*remove it \(hook.remove\(\)\)") as caught:
-        recorded(model, x())
-    assert caught.value.modules == {"inner"}
-
-
-def test_hooks_on_all_modules():
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        with pytest.raises(TraceError, match=r"put on all modules.*handle.remove\(\)"):
-            trace(nn.Linear(6, 6), (x(),))
-    finally:
-        handle.remove()
 
 
 def _made_in_inference_mode() -> nn.Module:
@@ -407,18 +354,9 @@ def _raise(m, x):
     raise OwnError("no")
 
 
-@pytest.mark.parametrize(
-    ("forward", "error"),
-    [
-        (_raise, OwnError),
-        (lambda m, x: m.lin(x) @ torch.ones(3, 3), RuntimeError),
-        (lambda m, x: {}["key"], KeyError),
-        (lambda m, x: F.cross_entropy(x, torch.tensor([9] * 4)), IndexError),
-    ],
-)
-def test_what_the_model_raises_itself_gets_a_note(forward, error):
-    with pytest.raises(error) as caught:
-        trace(Outer(Inner(forward)), (x(),))
+def test_what_the_model_raises_itself_gets_a_note():
+    with pytest.raises(OwnError) as caught:
+        trace(Outer(Inner(_raise)), (x(),))
     assert not isinstance(caught.value, FxpipeError)
     assert "fxpipe: the model raised this in module 'inner' when it was run on the inputs to trace it" in (
         caught.value.__notes__
@@ -434,25 +372,6 @@ def test_interrupt_passes_and_leaves_no_patch():
         trace(Inner(interrupted), (x(),))
     assert nn.Module.__call__ is before
     trace(nn.Linear(6, 6), (x(),))
-
-
-def test_hooks_that_forward_puts_on_are_taken_off_again():
-    class Lazy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.done = nn.Linear(2, 2), False
-
-        def forward(self, x):
-            if not self.done:
-                self.done = True
-                self.linear.register_forward_hook(lambda module, args, output: output * 2)
-            return self.linear(x)
-
-    model = Lazy()
-    with pytest.raises(TraceError, match="changes the attribute 'done'"):
-        trace(model, (torch.randn(4, 2),))
-    assert not model.linear._forward_hooks
-    assert not model.done
 
 
 # -- all ways together -----------------------------------------------------------------------------------------------
