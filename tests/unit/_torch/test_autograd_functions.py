@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.layered import Layered
-from helpers.oracle import assert_same_gradients, closing
+from helpers.oracle import assert_step, closing
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionMeta, once_differentiable
@@ -121,14 +120,17 @@ ROUTES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Layer(nn.Module):
-    def __init__(self, apply: Any, use: Any):
+class Holding(nn.Module):
+    def __init__(self, use: Any):
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.apply_it, self.use = apply, use
+        self.linear, self.use = nn.Linear(4, 4), use
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.use(self.apply_it, self.linear(x))
+        return self.use(self.linear(x))
+
+
+def layer(apply: Any, use: Any) -> Holding:
+    return Holding(functools.partial(use, apply))
 
 
 def assert_trains(plain: nn.Module, tracer: str = "record", evaluates: bool = True, **options: Any) -> Any:
@@ -138,13 +140,8 @@ def assert_trains(plain: nn.Module, tracer: str = "record", evaluates: bool = Tr
     )
     with closing(pipe):
         for samples in (6, 5):
-            x, target = torch.randn(samples, 4), torch.randn(samples, 4)
-            want = plain(x)
-            F.mse_loss(want, target).backward()
-            have = pipe(x)
-            torch.testing.assert_close(have, want)
-            F.mse_loss(have, target).backward()
-            assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+            x = torch.randn(samples, 4)
+            assert_step(pipe, plain, x)
         with torch.no_grad() if evaluates else contextlib.nullcontext():
             torch.testing.assert_close(pipe(x), plain(x))
         return pipe._fxpipe.first.traced
@@ -158,20 +155,20 @@ def test_a_function_keeps_its_backward_through_whatever_it_is_applied(route: str
     """An alias taken before, the idiom of torch's documentation, left everything before it without gradients."""
     function, use = FUNCTIONS[kind]
     apply = ROUTES[route](function)
-    plain = nn.Sequential(Layer(apply, use), nn.Tanh(), Layer(apply, use))
+    plain = nn.Sequential(layer(apply, use), nn.Tanh(), layer(apply, use))
     names = [node.name for node in assert_trains(plain).nodes]
     assert sum(function.__name__ in name for name in names) == sum(name.count(function.__name__) for name in names) > 1
 
 
 def test_an_alias_in_a_module_that_is_kept_whole_keeps_its_backward() -> None:
-    plain = nn.Sequential(Layer(tri, FUNCTIONS["saving"][1]), nn.Linear(4, 4))
+    plain = nn.Sequential(layer(tri, FUNCTIONS["saving"][1]), nn.Linear(4, 4))
     assert assert_trains(plain, leaf_modules=["0"]).whole
 
 
 def test_a_function_that_is_applied_to_what_needs_no_gradient_is_a_node_as_well() -> None:
     """The graph holds when its inputs need gradients later."""
     for route in ("an alias", "C's own"):
-        plain = Layer(ROUTES[route](Tri), FUNCTIONS["saving"][1]).requires_grad_(False)
+        plain = layer(ROUTES[route](Tri), FUNCTIONS["saving"][1]).requires_grad_(False)
         assert any("Tri" in node.name for node in fxpipe.trace(plain, (torch.randn(6, 4),)).nodes)
 
 
@@ -222,15 +219,6 @@ def tripled(x: torch.Tensor) -> torch.Tensor:
 
 
 tripled.register_autograd(lambda ctx, grad: grad * 3)
-
-
-class Holding(nn.Module):
-    def __init__(self, use: Any):
-        super().__init__()
-        self.linear, self.use = nn.Linear(4, 4), use
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.use(self.linear(x))
 
 
 def write_under_no_grad(h: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import each_once
 from helpers.layered import Layered
-from helpers.oracle import assert_same_gradients, assert_same_state, train_step
+from helpers.oracle import assert_same_gradients, assert_same_state
 from torch import nn
 
 import fxpipe
@@ -183,18 +182,6 @@ def test_the_callers_autocast_holds_when_recomputing(one_pass):
 
 
 # -- torch.func --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("checkpoint", "whole"), each_once(CHECKPOINTS, [False, True]))
-def test_torch_func_in_a_stage_that_recomputes(checkpoint, whole):
-    plain = nn.Sequential(nn.Linear(5, 5), Slopes(), nn.Tanh(), Slopes())
-    model, (x, _) = copy.deepcopy(plain), _inputs()
-    options = {"leaf_modules": [Slopes]} if whole else {}
-    with fxpipe.pipeline(model, ["cpu"] * 2, CHUNKS, checkpoint=checkpoint, **options) as pipe:
-        target = torch.ones_like(x)
-        pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
-        train_step(plain, (x,), {}, target, F.mse_loss, chunks=CHUNKS, order="1f1b", seed=0, batch=len(x))
-        assert_same_gradients(pipe, plain)
 
 
 def test_what_is_forgotten_is_gone_and_what_is_kept_is_there():

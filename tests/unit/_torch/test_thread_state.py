@@ -137,20 +137,6 @@ def test_context_variables_are_the_callers(look):
             assert found() == [word, word]
 
 
-def test_what_belongs_to_the_process_holds_in_the_workers(look):
-    x = _x()
-    with _pipe_of(_net(), 2) as pipe:
-        found = look(lambda: (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()))
-        torch.set_default_dtype(torch.float64)
-        torch.use_deterministic_algorithms(True)
-        try:
-            pipe(x)
-        finally:
-            torch.set_default_dtype(torch.float32)
-            torch.use_deterministic_algorithms(False)
-        assert found() == [(torch.float64, True)] * 2
-
-
 # -- hooks for saved tensors -----------------------------------------------------------------------------------------
 
 

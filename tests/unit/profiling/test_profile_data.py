@@ -150,8 +150,7 @@ def _refused(tmp_path, content, words="is no profile of fxpipe, or is damaged"):
         Profile.load(path)
 
 
-OTHERS = ["", "{", "[]", "null", "3", '"text"', "{}", b"\xff\xfe\x00", "[" * 100_000, '{"a":' * 100_000, "1" * 10_000]
-OTHERS += ["NaN", '{"format": "fxpipe profile"}', '{"format": "fxpipe profile", "version": true}']
+OTHERS = ["", "{", "[]", b"\xff\xfe\x00", "[" * 100_000, "1" * 10_000, "NaN", '{"format": "fxpipe profile"}']
 
 
 @pytest.mark.parametrize("content", OTHERS, ids=lambda content: str(content[:20]))
@@ -164,36 +163,25 @@ CHANGES = [
     (("version",), 1, "version 1, and this fxpipe reads version 9: profile again"),
     (("micro_batch",), 0, "its micro_batch cannot be"),
     (("micro_batch",), 1.0, r"micro_batch is 1.0: expected int"),
-    (("micro_batch",), 10**400, "its micro_batch cannot be"),
     (("device",), None, "device is None: expected str"),
-    (("fingerprint",), 5, "fingerprint is 5: expected str"),
     (("sizes",), [["b", 3]], "its sizes cannot be"),
     (("nodes",), {}, "nodes is a dict: expected a list"),
     (("nodes", 0), [], r"nodes\[0\] is a list: expected an object"),
-    (("nodes", 0), {"name": "x"}, r"nodes\[0\] has no field 'forward'"),
     (("nodes", 0, "more"), 1, "has the unknown field 'more'"),
-    (("nodes", 0, "name"), 3, r"nodes\[0\].name is 3: expected str"),
-    (("nodes", 0, "forward"), [1.0], "expected an object"),
     (("nodes", 0, "forward"), SECONDS | {"per_sample": -1e-9}, "its seconds cannot be"),
     (("nodes", 0, "forward"), SECONDS | {"per_sample": float("nan")}, "expected a finite number"),
-    (("nodes", 0, "forward"), SECONDS | {"fixed": float("inf")}, "expected a finite number"),
     (("nodes", 0, "forward"), SECONDS | {"fixed": True}, "is True: expected float"),
     (("nodes", 0, "forward"), SECONDS | {"fixed": 10**400}, "too large"),
     (("nodes", 0, "forward"), SECONDS | {"growing": [[2, {"t": 1}]]}, "unknown size 't'"),
     (("nodes", 0, "forward"), "11", "expected an object"),
     (("nodes", 0, "flops"), [-1], "the formula -1 is less than 0"),
-    (("nodes", 0, "flops"), [100, -1], "less than 0"),
     (("nodes", 0, "flops"), [-100, 1], "less than 0"),
     (("nodes", 0, "flops"), ["b**2"], "expected a coefficient"),
-    (("nodes", 0, "flops"), [1.5], "expected a coefficient"),
     (("nodes", 0, "flops"), [0] * 100, "list of at most"),
-    (("saved",), None, "saved is None: expected a list"),
     (("saved", 0), {"bytes": [1], "maker": -1}, r"saved\[0\] has no field 'savers'"),
     (("saved", 0, "maker"), -2, "its saved cannot be"),
-    (("saved", 0, "maker"), 99, "its saved cannot be"),
     (("saved", 0, "savers"), [], "its saved cannot be"),
     (("saved", 0, "savers"), [1, 1], "its saved cannot be"),
-    (("saved", 0, "savers"), [99], "its saved cannot be"),
     (("saved", 0, "savers"), [[[0]]], r"savers\[0\] is a list: expected int"),
 ]
 

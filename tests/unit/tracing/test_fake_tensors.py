@@ -75,13 +75,11 @@ class Positions(nn.Module):
 
 
 MODELS = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), lambda: torch.randn(4, 4)),
     "batch norm, in place, dropout": (Norms, lambda: torch.randn(4, 3, 8, 8)),
     "tied, dropout in attention": (lambda: GPT(layers=1), lambda: torch.randint(0, 17, (4, 8))),
     "skips": (UNet, lambda: torch.randn(4, 3, 16, 16)),
     "made in forward": (Made, lambda: torch.randn(3, 4)),
     "attention": (Positions, lambda: torch.randn(4, 3, 8)),
-    "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True), lambda: torch.randn(4, 3, 8)),
     "lstm": (lambda: nn.LSTM(4, 5, batch_first=True), lambda: torch.randn(4, 3, 4)),
     "weight norm": (
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
@@ -235,19 +233,6 @@ def test_the_general_paths_of_libraries_may_do_without_the_value():
     assert "needs the values" in traced.why[0]
 
 
-# -- seconds ---------------------------------------------------------------------------------------------------------
-
-
-def test_plans_of_such_models_say_that_seconds_are_estimates():
-    for name in ("made in forward", "lstm", "batch norm, in place, dropout"):
-        make, make_input = MODELS[name]
-        with torch.device("meta"):
-            model = make()
-        plan = fxpipe.plan(model, 2, example_args=(make_input(),), chunks=2)
-        assert all(s.forward_seconds > 0 for s in plan.stages)
-        assert plan.estimated_for == A100.name
-
-
 # -- plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +242,7 @@ def test_a_plan_of_a_model_without_values_runs_the_one_with_values(tmp_path):
     ids = torch.randint(0, 17, (8, 8))
     plan = fxpipe.plan(meta, 3, example_args=(ids,), chunks=4)
     assert "estimates for NVIDIA A100" in str(plan)
+    assert all(stage.forward_seconds > 0 for stage in plan.stages)
     plan.save(tmp_path / "plan.json")
     assert fxpipe.Plan.load(tmp_path / "plan.json") == plan
     model = GPT(dropout=0.0, layers=2)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers.graph_functions import exporting
 from helpers.layered import Layered
-from helpers.oracle import assert_same_gradients, closing
+from helpers.oracle import assert_same_gradients, assert_step, closing
 from helpers.traced_models import assert_same_as_model, x
 from torch import fx, nn
 
@@ -100,13 +100,7 @@ def test_an_input_that_only_an_unused_value_mixes_with_others(reads: bool, asked
         assert {*asked} <= {*traced.whole}
         for samples in (8, 5, 12):
             given, ids = x(samples), torch.arange(samples) % 4
-            have, want = pipe(given, ids), plain(given, ids)
-            torch.testing.assert_close(have, want)
-            for output in (have, want):
-                output.square().mean().backward()
-            assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
-            for m in (model, plain):
-                m.zero_grad()
+            assert_step(pipe, plain, given, ids)
 
 
 # -- the pipeline, whichever way it was ------------------------------------------------------------------------------
@@ -146,7 +140,7 @@ def tracer_of_ones_own(model: nn.Module) -> fx.GraphModule:
     return fx.GraphModule(model, Shallow().trace(model))
 
 
-def assert_steps(pipe: fxpipe.Pipeline, plain: nn.Module, steps: int) -> None:
+def train_both(pipe: fxpipe.Pipeline, plain: nn.Module, steps: int) -> None:
     """Outputs, and every gradient by name, over steps of training."""
     mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (pipe, plain))
     every = [name for name, _ in plain.named_parameters()]
@@ -181,7 +175,7 @@ def test_the_pipeline_is_the_model(name: str) -> None:
     with closing(fxpipe.pipeline(model, ["cpu"] * 2, 3, **options)) as pipe:
         assert pipe.plan.tracer == called
         assert len(pipe.plan.stages) == 2
-        assert_steps(pipe, plain, 3)
+        train_both(pipe, plain, 3)
 
 
 @pytest.mark.parametrize("name", TRACERS)
@@ -190,7 +184,7 @@ def test_a_number_read_of_a_trained_parameter_is_that_of_the_step(name: str) -> 
     plain = copy.deepcopy(model)
     with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x(8),), tracer=TRACERS[name][0])) as pipe:
         assert pipe.plan.guards
-        assert_steps(pipe, plain, 3)
+        train_both(pipe, plain, 3)
 
 
 # -- without the comparison ------------------------------------------------------------------------------------------

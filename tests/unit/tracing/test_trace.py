@@ -323,15 +323,6 @@ def test_flags_tell_whatever_decides_which_python_runs(change):
     assert module_flags(model) != before
 
 
-def test_a_lookup_asks_for_everything_that_a_graph_depends_on():
-    traced = trace(Forward(lambda m, x, k: m.lin(x) * k), (x(), 2))
-    assert is_graph_of(traced, [x(9), 2])
-    for other in ([x(), 3], [x(), 2.0], [x().double(), 2], [x()[:, :5], 2], [x().requires_grad_(), 2], [2, 2]):
-        assert not is_graph_of(traced, other)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not is_graph_of(traced, [x(), 2])
-
-
 # -- tracing leaves no trace -----------------------------------------------------------------------------------------
 
 

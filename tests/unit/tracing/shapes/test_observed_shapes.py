@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from helpers.cases import each_once
 from helpers.layered import Layered
+from helpers.oracle import assert_step
 from helpers.traced_shapes import Forward, shapes, traced
 from torch import library, nn
 from torch._subclasses import FakeTensor
@@ -239,15 +241,7 @@ def test_pipeline_is_the_model_at_every_size():
     model = Model().eval()
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 6),)) as pipe:
         for samples in (4, 1, 2, 3, 5, 32):
-            x = torch.randn(samples, 6)
-            pipe(x).square().sum().backward()
-            ours = [p.grad.clone() for p in model.parameters()]
-            model.zero_grad()
-            output = model(x)
-            output.square().sum().backward()
-            torch.testing.assert_close(pipe(x), output)
-            torch.testing.assert_close(ours, [p.grad for p in model.parameters()], rtol=1e-4, atol=1e-4)
-            model.zero_grad()
+            assert_step(pipe, copy.deepcopy(model), torch.randn(samples, 6))
 
 
 def test_nothing_is_run_for_real_where_fake_tensors_tell(monkeypatch):

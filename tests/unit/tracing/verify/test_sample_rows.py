@@ -27,12 +27,6 @@ class Head(nn.Module):
         return self.after(self.head(self.before(self.lin(x))))
 
 
-@pytest.mark.parametrize("places", [1, 2, 3])
-def test_rows_that_go_round(places):
-    with pytest.raises(ArgumentError, match="put together"):
-        fxpipe.trace(Head(lambda h: h.roll(places, 0)), (torch.cat([EXAMPLE, -EXAMPLE]),))
-
-
 class Sorting(nn.Module):
     def __init__(self, descending=False):
         super().__init__()
@@ -83,40 +77,21 @@ def test_a_mean_and_rows_of_parts_of_two_sizes():
     assert fxpipe.trace(Both(), (x,)).out_dims == ("mean", 0)
 
 
-def test_samples_far_behind_act_on_all():
-    class Far(nn.Module):
-        def forward(self, x):
-            return x * 2 + x[8:].sum(0)
-
-    with pytest.raises(ArgumentError, match="put together"):
-        fxpipe.trace(nn.Sequential(nn.Linear(6, 6), Far(), nn.Linear(6, 6)), (torch.randn(12, 5, 6),))
-
-
-def test_a_sample_that_parts_of_the_batch_do_not_have_acts_on_all():
-    class Fourth(nn.Module):
-        def forward(self, x):
-            return x + x[3]
-
-    with pytest.raises(ArgumentError, match=r"act on each other at .*getitem goes over the samples"):
-        fxpipe.trace(nn.Sequential(nn.Linear(6, 6), Fourth(), nn.Linear(6, 6)), (torch.randn(8, 6),), chunks=2)
+MEETING = {
+    "rows that go round": (lambda h: h.roll(1, 0), torch.cat([EXAMPLE, -EXAMPLE])),
+    "samples far behind": (lambda h: h * 2 + h[8:].sum(0), EXAMPLE.repeat(3, 1, 1)),
+    "a sample that parts of the batch do not have": (lambda h: h + h[3], EXAMPLE.repeat(2, 1, 1)),
+    "complex rows in another order": (lambda h: torch.view_as_real(torch.fft.fft(h).flip(0)).mean(-1), EXAMPLE),
+    "doubles beside a constant of fewer digits": (lambda h: h + 1e-5 * h.mean(0) * torch.ones(6), EXAMPLE.double()),
+    "a map with weights of a sample": (lambda h: F.linear(torch.tanh(h), h[0, [0, 1, 2, 3, 4, 0]]), EXAMPLE),
+}
 
 
-def test_complex_rows_in_another_order():
-    class Turned(Layered, last=2):
-        def forward(self, x):
-            return self.last(torch.view_as_real(torch.fft.fft(x).flip(0)))
-
-    with pytest.raises(ArgumentError, match="samples act on each other"):
-        fxpipe.trace(Turned(), (EXAMPLE,))
-
-
-def test_doubles_beside_a_constant_of_less_digits():
-    class Little(nn.Module):
-        def forward(self, x):
-            return x + 1e-5 * x.mean(0) * torch.ones(6)
-
-    with pytest.raises(ArgumentError, match="put together"):
-        fxpipe.trace(nn.Sequential(nn.Linear(6, 6), Little(), nn.Linear(6, 6)).double(), (EXAMPLE.double(),))
+@pytest.mark.parametrize("name", MEETING)
+def test_samples_that_act_on_each_other(name):
+    function, x = MEETING[name]
+    with pytest.raises(ArgumentError, match=r"samples act on each other at .*test_sample_rows.py:\d+.*put together"):
+        fxpipe.trace(Head(function).to(x.dtype), (x,), chunks=2)
 
 
 @pytest.mark.parametrize("samples", [2, 3])
@@ -173,15 +148,6 @@ def test_samples_that_must_come_in_an_order_come_in_it(lengths):
             return shorten(x, lengths)
 
     fxpipe.trace(Shortening(), (torch.randn(len(lengths), 5, 6), torch.tensor(lengths)))
-
-
-def test_a_map_with_weights_of_a_sample():
-    class Mixing(nn.Module):
-        def forward(self, x):
-            return F.linear(torch.tanh(x), x[0])
-
-    with pytest.raises(ArgumentError, match="put together"):
-        fxpipe.trace(nn.Sequential(nn.Linear(6, 6), Mixing(), nn.Linear(5, 6)), (EXAMPLE,))
 
 
 class Masked(Layered, q=6, k=6, mask=lambda: torch.ones(5, 5).triu(1).bool()):
