@@ -1,21 +1,20 @@
 """A forward that can be recorded up to some line only goes on as Python, and is the plain model."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.compared_steps import assert_trains
 from helpers.layered import Layered
-from helpers.oracle import assert_same_gradients, assert_same_state, closing
+from helpers.oracle import assert_same_state
 from torch import nn
 from torch.utils import checkpoint as recompute
 
 import fxpipe
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
-
-CHUNKS = 2
 
 
 def samples(scale: float = 1.0) -> torch.Tensor:
@@ -26,54 +25,26 @@ def calm_and_wild() -> list[torch.Tensor]:
     return [samples(30.0 if step % 2 else 0.1) for step in range(6)]
 
 
-def assert_trains(
-    model: nn.Module, batches: Sequence[Any], check: Callable[[Any], None] = lambda plan: None, **options: Any
-) -> None:
-    """Steps of the pipe are those of the plain model over the same micro-batches."""
-    plain, optimizers = copy.deepcopy(model), []
-    batches = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
-    example = tuple(tensor.clone() for tensor in batches[0])
-    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=CHUNKS, example_args=example, **options) as pipe:
-        check(pipe.plan)
-        for one in (plain, pipe):
-            optimizers.append(torch.optim.SGD(one.parameters(), lr=1e-5))
-        for step, batch in enumerate(batches):
-            for one in (plain, pipe):
-                one.zero_grad()
-            parts = [plain(*part) for part in zip(*(t.tensor_split(CHUNKS) for t in batch), strict=True)]
-            loss = sum(part.square().mean() * len(part) for part in parts) / len(batch[0])
-            loss.backward()
-            if step % 2:
-                have = pipe.forward_backward(*batch, loss_fn=lambda y: y.square().mean())
-            else:
-                outputs = pipe(*batch)
-                torch.testing.assert_close(outputs, torch.cat(parts))
-                have = outputs.square().mean()
-                have.backward()
-            torch.testing.assert_close(have, loss)
-            assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
-            assert_same_state(pipe, plain, exact=False)
-            for optimizer in optimizers:
-                optimizer.step()
-
-
 def untils(plan: Any) -> list[str]:
     return [name for stage in plan.stages for name in stage.nodes if "until" in name]
 
 
-def check_cut(plan: Any) -> None:
-    assert untils(plan)
+def check_cut(pipe: Any) -> None:
+    assert untils(pipe.plan)
 
 
-class Bank(nn.Module):
+def whole_names(pipe: Any) -> list[str]:
+    return [whole.name for whole in pipe.plan.whole]
+
+
+class Bank(
+    Layered,
+    encoder=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)),
+    head=8,
+    pointer=lambda: torch.zeros(1, dtype=torch.long),
+    bank=lambda: torch.randn(5, 8),
+):
     """A memory bank whose pointer the model itself reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-        self.head = nn.Linear(8, 8)
-        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
-        self.register_buffer("bank", torch.randn(5, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.encoder(x)
@@ -83,12 +54,11 @@ class Bank(nn.Module):
         return self.head(h) @ self.bank.clone().t()
 
 
-class Clamped(nn.Module):
+class Clamped(Layered, first=8, second=8, third=8):
     """Clamps what has grown, and shares weights of what was called before."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
         self.third.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,12 +92,12 @@ class Checked(nn.Module):
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_memory_bank_of_the_model_itself_moves_on(checkpoint: str) -> None:
-    def check(plan: Any) -> None:
-        assert "forward of the model behind its call of 'encoder' is kept whole" in plan.why[0]
-        assert [whole.name for whole in plan.whole] == ["forward of the model behind its call of 'encoder'"]
-        assert all(stage.parameter_bytes for stage in plan.stages)
+    def check(pipe: Any) -> None:
+        assert "forward of the model behind its call of 'encoder' is kept whole" in pipe.plan.why[0]
+        assert whole_names(pipe) == ["forward of the model behind its call of 'encoder'"]
+        assert all(stage.parameter_bytes for stage in pipe.plan.stages)
 
-    assert_trains(Bank(), [samples() for _ in range(6)], check, checkpoint=checkpoint)
+    assert_trains(Bank(), [samples() for _ in range(6)], check=check, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -137,11 +107,11 @@ def test_a_branch_on_hidden_values_goes_either_way(checkpoint: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "zero_bubble"}])
 def test_a_forward_that_looks_between_its_blocks_is_cut_between_them(options: dict[str, Any]) -> None:
-    def check(plan: Any) -> None:
-        assert len(untils(plan)) >= 3
+    def check(pipe: Any) -> None:
+        assert len(untils(pipe.plan)) >= 3
 
     assert max(fxpipe.trace(Checked(), (samples(0.1),)).opaque_shares.values(), default=0.0) < 0.1
-    assert_trains(Checked(), calm_and_wild(), check, **options)
+    assert_trains(Checked(), calm_and_wild(), check=check, **options)
 
 
 def test_a_buffer_that_counts_before_the_blocks_keeps_the_rest_in_one_piece() -> None:
@@ -155,10 +125,10 @@ def test_a_buffer_that_counts_before_the_blocks_keeps_the_rest_in_one_piece() ->
                 h = h * 0.5
             return super().forward(h)
 
-    def check(plan: Any) -> None:
-        assert [w.name for w in plan.whole] == ["forward of the model behind its call of 'blocks.0'"]
+    def check(pipe: Any) -> None:
+        assert whole_names(pipe) == ["forward of the model behind its call of 'blocks.0'"]
 
-    assert_trains(Counting(), calm_and_wild(), check)
+    assert_trains(Counting(), calm_and_wild(), check=check)
 
 
 @pytest.mark.filterwarnings("ignore:Drawing changes the buffer 'calls' in evaluation")
@@ -180,7 +150,7 @@ def test_random_numbers_are_drawn_once() -> None:
     for checkpoint in ("never", "always"):
         one = copy.deepcopy(model)
         with fxpipe.pipeline(one, ["cpu", "cpu"], chunks=2, example_args=(batch,), checkpoint=checkpoint) as pipe:
-            assert [w.name for w in pipe.plan.whole] == ["forward of the model behind its call of 'blocks.0'"]
+            assert whole_names(pipe) == ["forward of the model behind its call of 'blocks.0'"]
             torch.manual_seed(1)
             pipe(batch).square().mean().backward()
         found.append({name: p.grad for name, p in one.named_parameters()})
@@ -205,19 +175,6 @@ def test_calls_that_depend_on_values_are_an_error_of_the_step() -> None:
             pipe(samples(1000.0))
         assert before.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
         pipe(samples(0.1)).sum().backward()
-
-
-def test_a_module_called_again_in_the_rest_is_an_error_where_it_was_not_when_recorded() -> None:
-    class Again(Bank):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.encoder(x)
-            if h.abs().max() > 0.9:
-                h = self.encoder(h)
-            return self.head(h)
-
-    pipe = fxpipe.pipeline(Again(), ["cpu", "cpu"], chunks=2, example_args=(samples(0.1),))
-    with closing(pipe), pytest.raises(FxpipeError, match="calls 'encoder' after 'encoder'"):
-        pipe(samples(1000.0))
 
 
 def test_what_was_called_before_may_be_called_again() -> None:
@@ -252,10 +209,10 @@ def test_results_of_any_structure_are_handed_on() -> None:
 
 
 def test_a_large_module_that_reads_is_recorded_up_to_there() -> None:
-    def check(plan: Any) -> None:
-        assert [w.name for w in plan.whole] == ["forward of module '0' behind its call of 'encoder'"]
+    def check(pipe: Any) -> None:
+        assert whole_names(pipe) == ["forward of module '0' behind its call of 'encoder'"]
 
-    assert_trains(nn.Sequential(Bank(), nn.Linear(5, 2)), [samples() for _ in range(5)], check)
+    assert_trains(nn.Sequential(Bank(), nn.Linear(5, 2)), [samples() for _ in range(5)], check=check)
 
 
 def test_a_buffer_that_some_step_writes_to_between_the_blocks_is_an_error_of_that_step_and_stays() -> None:
@@ -289,11 +246,11 @@ def test_a_forward_that_writes_to_what_it_was_given_stays_in_one_piece() -> None
                 h = block(h) + h
             return h
 
-    def check(plan: Any) -> None:
-        assert [w.name for w in plan.whole] == ["forward of the model behind its call of 'blocks.0'"]
-        assert not untils(plan)
+    def check(pipe: Any) -> None:
+        assert whole_names(pipe) == ["forward of the model behind its call of 'blocks.0'"]
+        assert not untils(pipe.plan)
 
-    assert_trains(InPlace(), calm_and_wild(), check)
+    assert_trains(InPlace(), calm_and_wild(), check=check)
 
 
 def test_a_module_that_is_called_without_gradients_is_recorded_without_gradients() -> None:
@@ -308,7 +265,7 @@ def test_a_module_that_is_called_without_gradients_is_recorded_without_gradients
                 h = h - teacher
             return self.blocks[3](self.blocks[2](h)) + teacher
 
-    assert_trains(Taught(), calm_and_wild(), check_cut)
+    assert_trains(Taught(), calm_and_wild(), check=check_cut)
 
 
 class Chosen(Layered, first=4, layers=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(4))):
@@ -326,14 +283,19 @@ def test_planning_ends_where_python_behind_a_read_runs_other_functions_at_other_
         fxpipe.trace(Chosen(), (torch.randn(6, 4),), chunks=2)
 
 
-class Experts(nn.Module):
+class Experts(
+    Layered,
+    first=4,
+    router=(4, 3),
+    last=4,
+    experts=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(3)),
+    embedding=lambda: nn.Embedding(3, 4),
+):
     """How many rows a small module is given depends on values, and `ids` is used late or not at all."""
 
     def __init__(self, uses_ids: bool):
         super().__init__()
-        self.first, self.router, self.last = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 4)
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.embedding, self.uses_ids = nn.Embedding(3, 4), uses_ids
+        self.uses_ids = uses_ids
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         rows = self.first(x).flatten(0, 1)
@@ -387,7 +349,7 @@ class Recomputing(Layered, first=8, second=8, third=8, last=8):
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}])
 def test_checkpoints_around_calls_that_are_recorded_are_calls(options: dict[str, Any]) -> None:
     torch.manual_seed(1)
-    assert_trains(Recomputing(), calm_and_wild(), check_cut, **options)
+    assert_trains(Recomputing(), calm_and_wild(), check=check_cut, **options)
 
 
 class Taught(nn.Module):

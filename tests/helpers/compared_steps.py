@@ -1,6 +1,7 @@
 """A pipe next to its plain model over several steps: each is the plain model's, or a clear error of fxpipe."""
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import FxpipeError
+from helpers.devices import on_cpu, workers
 from helpers.oracle import assert_same_gradients, assert_same_state
 
 WAYS = ("drop-in", "forward_backward", "micro_batches", "train_stream")
@@ -94,6 +96,63 @@ def _compare_stream(
             own.step()
             torch.testing.assert_close(loss, want.detach())
         assert_same_state(ours, plain, exact=False)
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def assert_trains(
+    model: nn.Module,
+    batches: Sequence[Any],
+    chunks: int = 2,
+    *,
+    check: Any = None,
+    evaluates: bool = False,
+    **options: Any,
+) -> int:
+    """Compares steps of a pipe with those of its plain model over the same micro-batches, and outputs in evaluation.
+
+    Every second step is one of `forward_backward`. Returns the number of graphs that training took.
+
+    Args:
+        batches: a tensor or a tuple of tensors for each step.
+        check: called with the pipe before the first step.
+    """
+    plain = copy.deepcopy(model)
+    batches = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    names = [name for name, _ in plain.named_parameters()]
+    with fxpipe.pipeline(model, workers(2), chunks, **{"example_args": _clones(batches[0]), **options}) as pipe:
+        if check is not None:
+            check(pipe)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=1e-5) for one in (plain, pipe)]
+        for step, batch in enumerate(batches):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            parts = [plain(*part) for part in zip(*(t.tensor_split(chunks) for t in batch), strict=True)]
+            want = sum(mean_square(part) * len(part) for part in parts) / len(batch[0])
+            want.backward()
+            if step % 2:
+                have = pipe.forward_backward(*_clones(batch), loss_fn=mean_square)
+            else:
+                output = on_cpu(pipe(*_clones(batch)))
+                torch.testing.assert_close(output, torch.cat(parts))
+                have = mean_square(output)
+                have.backward()
+            torch.testing.assert_close(on_cpu(have), want)
+            assert_same_gradients(pipe, plain, loose=names)
+            assert_same_state(pipe, plain, exact=False)
+            for optimizer in optimizers:
+                optimizer.step()
+        graphs = len(pipe._fxpipe.graphs)
+        with torch.no_grad():
+            for batch in batches if evaluates else ():
+                torch.testing.assert_close(on_cpu(pipe.eval()(*_clones(batch))), plain.eval()(*batch))
+        return graphs
+
+
+def _clones(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.clone() for tensor in tensors)
 
 
 def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
