@@ -3,6 +3,7 @@
 import collections
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,89 +44,41 @@ class Changing(nn.Module):
         return self.second(x)
 
 
-def _set_factor(m: Changing) -> None:
-    m.factor = 0.7
-
-
-def _add_name(m: Changing) -> None:
-    m.names.add("b")
-
-
-def _set_in_ordered(m: Changing) -> None:
-    m.ordered["a"][0] = 0.3
-
-
-def _set_in_queue(m: Changing) -> None:
-    m.queue[0] = 0.3
-
-
-def _set_in_array(m: Changing) -> None:
-    m.array[1] = 0.3
-
-
-def _set_slope(m: Changing) -> None:
-    m.plain[0].negative_slope = 0.8
-
-
-def _train_plain(m: Changing) -> None:
-    m.plain[1].train()
-
-
-def _give_bias(m: Changing) -> None:
-    m.first.bias = nn.Parameter(torch.ones(6))
-
-
-def _give_mask(m: Changing) -> None:
-    m.mask = torch.full((6,), 0.4)
-
-
-def _give_gain(m: Changing) -> None:
-    m.gain = nn.Parameter(torch.full((6,), 0.6))
-
-
-def _patch_forward(m: Changing) -> None:
-    m.second.forward = functools.partial(F.linear, weight=m.second.weight)
-
-
 def _freeze_first(m: Changing) -> None:
     m.first.requires_grad_(False)
     m.norms.requires_grad_(False)
-
-
-def _freeze_second(m: Changing) -> None:
-    m.second.requires_grad_(False)
 
 
 def _tie_buffers(m: Changing) -> None:
     m.norms[1].running_mean, m.norms[1].running_var = m.norms[0].running_mean, m.norms[0].running_var
 
 
-CHANGES = [
-    _set_factor,
-    _add_name,
-    _set_in_ordered,
-    _set_in_queue,
-    _set_in_array,
-    _set_slope,
-    _train_plain,
-    _give_bias,
-    _give_mask,
-    _give_gain,
-    _patch_forward,
-    _freeze_first,
-    _freeze_second,
-    _tie_buffers,
-]
+CHANGES: dict[str, Callable[[Changing], Any]] = {
+    "an attribute": lambda m: setattr(m, "factor", 0.7),
+    "a name in a set": lambda m: m.names.add("b"),
+    "an item in an ordered dict": lambda m: m.ordered["a"].__setitem__(0, 0.3),
+    "an item of a queue": lambda m: m.queue.__setitem__(0, 0.3),
+    "an item of an array": lambda m: m.array.__setitem__(1, 0.3),
+    "an attribute of a module in a list": lambda m: setattr(m.plain[0], "negative_slope", 0.8),
+    "the mode of a module in a list": lambda m: m.plain[1].train(),
+    "a bias": lambda m: setattr(m.first, "bias", nn.Parameter(torch.ones(6))),
+    "a buffer": lambda m: setattr(m, "mask", torch.full((6,), 0.4)),
+    "a parameter": lambda m: setattr(m, "gain", nn.Parameter(torch.full((6,), 0.6))),
+    "forward": lambda m: setattr(m.second, "forward", functools.partial(F.linear, weight=m.second.weight)),
+    "frozen": _freeze_first,
+    "frozen where it is asked": lambda m: m.second.requires_grad_(False),
+    "tied buffers": _tie_buffers,
+}
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.lstrip("_"))
-def test_a_change_is_followed(change):
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_followed(name):
     plain = Changing()
     model = copy.deepcopy(plain)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 1) as pipe:
         assert_step(pipe, plain, torch.randn(8, 6))
         for m in (model, plain):
-            change(m)
+            CHANGES[name](m)
         for _ in range(2):
             assert_step(pipe, plain, torch.randn(8, 6))
             assert_same_state(pipe, plain, exact=False)
@@ -164,12 +117,7 @@ def test_inputs_that_are_no_tensors_may_change_inside():
         assert len(pipe._fxpipe.graphs) == 4
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.act, self.second = nn.Linear(6, 6), nn.LeakyReLU(0.1), nn.Linear(6, 6)
-        self.scales = [2.0]
-
+class Scaled(Layered, first=6, act=lambda: nn.LeakyReLU(0.1), second=6, scales=lambda: [2.0]):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.act(self.first(x)) * self.scales[0])
 
@@ -180,9 +128,7 @@ def test_graphs_made_in_other_ways_hold_for_the_attributes_they_were_made_with(t
     model = copy.deepcopy(plain)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, tracer=tracer) as pipe:
         assert_step(pipe, plain, torch.randn(8, 6))
-        for m in (model, plain):
-            m.scales[0] = 5.0
-        assert_step(pipe, plain, torch.randn(8, 6))
-        for m in (model, plain):
-            m.act.negative_slope = 0.9
-        assert_step(pipe, plain, torch.randn(8, 6))
+        for change in (lambda m: m.scales.__setitem__(0, 5.0), lambda m: setattr(m.act, "negative_slope", 0.9)):
+            change(model)
+            change(plain)
+            assert_step(pipe, plain, torch.randn(8, 6))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.compared_steps import assert_trains
 from helpers.devices import workers
 from helpers.layered import Layered
 from torch import nn
@@ -102,22 +103,9 @@ def test_it_is_made_without_a_call_by_hand(name: str) -> None:
     forward, held = MAKES[name]
     model = Model(forward, **copy.deepcopy(held))
     twin = copy.deepcopy(model)
-    with fxpipe.pipeline(model, workers(2), 2, example_args=(torch.randn(4, 4),)) as pipe:
-        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin)]
-        for samples in (4, 7, 5):
-            x = torch.randn(samples, 4)
-            for run, optimizer in zip((pipe, twin), optimizers, strict=True):
-                optimizer.zero_grad()
-                run(x).square().mean().backward()
-                optimizer.step()
-        for (key, have), want in zip(model.named_parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(have.cpu(), want, msg=lambda text, key=key: f"{key}: {text}")
-        assert len(pipe._fxpipe.graphs) == 1
-        with torch.no_grad():
-            x = torch.randn(6, 4)
-            torch.testing.assert_close(pipe.eval()(x).cpu(), twin.eval()(x))
-            torch.testing.assert_close(pipe(x).cpu(), twin(x))
-        assert all(getattr(model, k) == v for k, v in twin.__dict__.items() if isinstance(v, (int, float, tuple)))
+    assert assert_trains(model, [torch.randn(n, 4) for n in (4, 7, 5)], lr=0.1, evaluates=True) == 1
+    twin.eval()(torch.randn(4, 4))
+    assert all(getattr(model, k) == v for k, v in twin.__dict__.items() if isinstance(v, (int, float, tuple)))
 
 
 def _first_statistics(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -199,18 +187,6 @@ def test_samples_that_are_nothing_do_not_tell_what_a_first_call_makes_of_them() 
     assert not hasattr(model, "mean")
 
 
-def test_a_counter_is_refused_as_ever_and_nothing_is_left() -> None:
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        m.calls += 1
-        m.log.append(m.calls)
-        return m.second(m.first(x))
-
-    model = Model(forward, calls=0, log=[])
-    with pytest.raises(TraceError, match=r"forward changes the attribute 'calls'.*register_buffer"):
-        fxpipe.trace(model, (torch.randn(4, 4),))
-    assert (model.calls, model.log) == (0, [])
-
-
 def test_modules_made_in_forward_are_not_kept() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(m, "late"):
@@ -281,21 +257,7 @@ def quantized() -> nn.Module:
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4), OfWeights(), nn.Linear(4, 4)), quantized])
 def test_a_buffer_that_gets_its_shape_from_weights_is_made_without_a_call_by_hand(make: Any) -> None:
     torch.manual_seed(0)
-    model = make()
-    twin = copy.deepcopy(model)
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 4),)) as pipe:
-        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin)]
-        for samples in (4, 6, 8):
-            x = torch.randn(samples, 4)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            pipe.forward_backward(x, loss_fn=lambda out: out.square().mean())
-            for part in x.chunk(2):
-                (twin(part).square().mean() / 2).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            for (key, have), want in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
-                torch.testing.assert_close(have, want, msg=lambda text, key=key: f"{key}: {text}")
+    assert_trains(make(), [torch.randn(n, 4) for n in (4, 6, 8)], lr=0.1)
 
 
 def test_a_first_call_that_writes_something_else_to_its_input_is_refused():

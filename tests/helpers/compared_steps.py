@@ -108,16 +108,19 @@ def assert_trains(
     chunks: int = 2,
     *,
     check: Any = None,
+    lr: float = 1e-5,
     evaluates: bool = False,
     **options: Any,
 ) -> int:
-    """Compares steps of a pipe with those of its plain model over the same micro-batches, and outputs in evaluation.
+    """Compares steps of a pipe with those of its plain model over the same micro-batches.
 
     Every second step is one of `forward_backward`. Returns the number of graphs that training took.
 
     Args:
         batches: a tensor or a tuple of tensors for each step.
         check: called with the pipe before the first step.
+        lr: learning rate.
+        evaluates: whether outputs in evaluation are compared, too.
     """
     plain = copy.deepcopy(model)
     batches = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
@@ -125,13 +128,15 @@ def assert_trains(
     with fxpipe.pipeline(model, workers(2), chunks, **{"example_args": _clones(batches[0]), **options}) as pipe:
         if check is not None:
             check(pipe)
-        optimizers = [torch.optim.SGD(one.parameters(), lr=1e-5) for one in (plain, pipe)]
+        optimizers = [torch.optim.SGD(one.parameters(), lr) for one in (plain, pipe)]
         for step, batch in enumerate(batches):
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            parts = [plain(*part) for part in zip(*(t.tensor_split(chunks) for t in batch), strict=True)]
-            want = sum(mean_square(part) * len(part) for part in parts) / len(batch[0])
-            want.backward()
+            parts, losses = [], []
+            for part in zip(*(t.tensor_split(chunks) for t in batch), strict=True):
+                parts.append(plain(*part))
+                losses.append(mean_square(parts[-1]) * (len(part[0]) / len(batch[0])))
+                losses[-1].backward()
             if step % 2:
                 have = pipe.forward_backward(*_clones(batch), loss_fn=mean_square)
             else:
@@ -139,7 +144,7 @@ def assert_trains(
                 torch.testing.assert_close(output, torch.cat(parts))
                 have = mean_square(output)
                 have.backward()
-            torch.testing.assert_close(on_cpu(have), want)
+            torch.testing.assert_close(on_cpu(have), sum(losses))
             assert_same_gradients(pipe, plain, loose=names)
             assert_same_state(pipe, plain, exact=False)
             for optimizer in optimizers:
