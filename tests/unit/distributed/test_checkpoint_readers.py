@@ -11,18 +11,6 @@ from fxpipe.distributed.initialization import _check_fit, open_checkpoint
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 
 
-def test_a_reader_fetches_what_is_asked_for(tmp_path):
-    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
-    save_file(tensors, tmp_path / "one.safetensors")
-    for path in (tmp_path, tmp_path / "one.safetensors", str(tmp_path)):
-        reader = open_checkpoint(path)
-        assert {*reader.keys} == {"a", "b"}
-        assert reader.shape_of("a") == "(2, 3)"
-        values = {"a": torch.zeros(2, 3, dtype=torch.float64)}
-        reader.read(values)
-        assert torch.equal(values["a"], tensors["a"].double())
-
-
 def test_what_is_no_checkpoint_is_named(tmp_path):
     (tmp_path / "notes.txt").write_text("no checkpoint")
     for path in (tmp_path / "notes.txt", tmp_path):

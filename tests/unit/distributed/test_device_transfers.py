@@ -92,22 +92,14 @@ def test_a_communicator_that_cannot_be_aborted_is_shut_down(error, calls):
 def test_memory_of_a_communicator_that_cannot_be_ended_is_never_used_again(monkeypatch, can_end):
     monkeypatch.setattr(device_transfers, "_NEVER_REUSED", kept := [])
     monkeypatch.setattr(device_transfers.accelerator, "new_stream", lambda device: None)
+    communicator = Communicator(None) if can_end else object()
+    memory = sent, received, summed = torch.zeros(1), torch.ones(1), torch.zeros(1)
     transfers = DeviceTransfers("nccl", CUDA, None, 0, 1.0)
-    transfers._communicators = {(0, 1): Communicator(None) if can_end else object()}
-    sent, received = torch.zeros(1), torch.ones(1)
+    transfers._communicators = {(0, 1): communicator}
     transfers._sends, transfers._receives = {"a": [(None, sent)]}, {"b": (None, received)}
-    transfers.close()
-    assert not transfers._sends
-    assert not transfers._receives
-    assert [id(memory) for memory in kept] == ([] if can_end else [id(sent), id(received)])
-
-
-@pytest.mark.parametrize("can_end", [True, False])
-def test_memory_of_sums_that_cannot_be_ended_is_never_used_again(monkeypatch, can_end):
-    monkeypatch.setattr(device_transfers, "_NEVER_REUSED", kept := [])
-    monkeypatch.setattr(device_transfers.accelerator, "new_stream", lambda device: None)
     sums = DeviceSums("nccl", CUDA, None, 0, 2, 1.0)
-    sums._communicator, sums._memory = Communicator(None) if can_end else object(), [memory := torch.zeros(1)]
-    sums.close()
-    assert not sums._memory
-    assert [id(one) for one in kept] == ([] if can_end else [id(memory)])
+    sums._communicator, sums._memory = communicator, [summed]
+    for one in (transfers, sums):
+        one.close()
+    assert not any((transfers._sends, transfers._receives, sums._memory))
+    assert [*map(id, kept)] == ([] if can_end else [*map(id, memory)])

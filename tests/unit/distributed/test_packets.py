@@ -282,10 +282,6 @@ def make_table(text):
     return Schedule("table", 3, 2, rows)
 
 
-def test_memory_is_freed_while_the_step_goes_on():
-    assert run(make_schedule("1f1b", 2, 16)).kept == 2
-
-
 def test_a_rank_begins_to_receive_one_packet_ahead():
     rows, placement = make_schedule("gpipe", 2, 4).rows, (0, 1)
     wire = Messages()

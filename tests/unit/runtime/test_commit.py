@@ -1,15 +1,12 @@
 """How gradients leave a step. Tensors of the meta device stand for those of a GPU, of which autograd asks no stream."""
 
 import contextvars
-import copy
 import threading
 
 import pytest
 import torch
-from helpers.layered import Layered
 from torch import nn
 
-import fxpipe
 from fxpipe.errors import StateError
 from fxpipe.runtime.commit import add_gradient, attach_commit
 
@@ -114,18 +111,3 @@ def test_the_first_gradient_of_a_sum_is_not_written_to():
         assert (total is before) == (count == 2), "only the sum that is ours is added to in place"
     assert torch.equal(shared, torch.ones(2))
     assert torch.equal(total, torch.full((2,), 6.0))
-
-
-@pytest.mark.parametrize("chunks", [2, 3])
-def test_parameters_whose_gradient_is_one_tensor(chunks):
-    class Sum(Layered, inner=3, a=lambda: nn.Parameter(torch.randn(3)), b=lambda: nn.Parameter(torch.randn(3))):
-        def forward(self, x):
-            return self.inner(x) + (self.a + self.b)
-
-    model, x = Sum(), torch.randn(12, 3)
-    plain = copy.deepcopy(model)
-    with fxpipe.pipeline(model, ["cpu"], chunks, example_args=(x,)) as pipe:
-        pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
-    nn.functional.mse_loss(plain(x), x).backward()
-    for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q[1].grad, msg=name)

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import copy
 import sys
 import threading
 import time
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.layered import Layered
-from helpers.models import TiedAtBothEnds, tokens
 from helpers.oracle import closing
 from helpers.tried_orders import InterleavedExecutor
 from torch import nn
@@ -69,22 +67,6 @@ def test_autocast_under_every_executor():
         sys.setswitchinterval(usual)
 
 
-def test_a_executor_can_be_given():
-    ids, _ = tokens(BATCH)
-    model = TiedAtBothEnds()
-    planned = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, example_args=(ids,))
-    pipe = fxpipe.Pipeline(model, planned._fxpipe.settings, planned.plan, executor=InterleavedExecutor(3))
-    before = threading.active_count()
-    torch.manual_seed(0)
-    want = planned(ids)
-    during = threading.active_count()
-    torch.manual_seed(0)
-    assert torch.equal(pipe(ids), want)
-    assert (during, threading.active_count()) == (before + STAGES, during)
-    planned.close()
-    pipe.close()
-
-
 # -- with a step that only counts ------------------------------------------------------------------------------------
 
 
@@ -122,14 +104,6 @@ def _counted(**options):
     return Counted(schedule, **options), schedule.rows
 
 
-def test_workers_run_every_action():
-    with closing(ThreadedExecutor(CPUS)) as workers:
-        for _ in range(3):
-            step, rows = _counted()
-            workers.run(step, rows)
-            assert sorted(map(str, step.done)) == sorted(str(a) for row in rows for a in row)
-
-
 def test_the_failure_of_an_action_is_raised_when_all_rows_have_ended():
     for executor in (ThreadedExecutor(CPUS), InterleavedExecutor(0)):
         with closing(executor):
@@ -142,12 +116,6 @@ def test_the_failure_of_an_action_is_raised_when_all_rows_have_ended():
             assert len(step.done) == count
             again, rows = _counted()
             executor.run(again, rows)
-
-
-def test_rows_that_cannot_go_on_are_an_error_of_the_single_thread():
-    step, rows = _counted()
-    with pytest.raises(InternalError, match="no action is ready"):
-        InterleavedExecutor(0).run(step, tuple(row[1:] for row in rows))
 
 
 def test_a_failure_outside_of_an_action_opens_the_fences_too():
@@ -214,23 +182,6 @@ def test_a_worker_that_has_died_is_an_error_and_is_replaced(monkeypatch):
         for thread in old:
             thread.join(1)
         assert not any(thread.is_alive() for thread in old)
-        # In the middle of a step: its queue ends before the row.
-        step, rows = _counted()
-        original = workers._put
-
-        def put(step, rows):
-            if not step.done and not ended:
-                ended.append(True)
-                workers._queues[2].put(None)
-            original(step, rows)
-
-        ended = []
-        monkeypatch.setattr(workers, "_put", put)
-        with pytest.raises(InternalError, match=r"fxpipe-2-cpu has ended in the middle of a step .it was told to end"):
-            workers.run(step, rows)
-        step, rows = _counted()
-        workers.run(step, rows)
-        assert len(step.done) == sum(map(len, rows))
 
 
 def test_what_has_ended_a_worker_is_said(monkeypatch):
@@ -279,29 +230,6 @@ def test_threads_that_cannot_start(monkeypatch):
         assert len(step.done) == sum(map(len, rows))
 
 
-def test_closing_while_another_thread_runs_a_step():
-    workers = ThreadedExecutor(CPUS)
-    step, rows = _counted(slow=0.02)
-    errors = []
-
-    def run():
-        try:
-            workers.run(step, rows)
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    while not step.done:
-        time.sleep(0.001)
-    workers.close()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert len(step.done) < sum(map(len, rows))
-    (error,) = errors
-    assert "closed while this step ran" in str(error)
-
-
 def test_each_worker_has_its_share_of_the_cores():
     """And a thread that is made later starts with the caller's number, not with a worker's."""
     found = {}
@@ -328,7 +256,6 @@ def test_each_worker_has_its_share_of_the_cores():
 
 
 CPU = torch.device("cpu")
-NAMES = ("loss", "outputs", "drop-in")
 
 
 class Model(nn.Module):
@@ -345,43 +272,19 @@ def _data():
     return torch.randn(7, 4, generator=generator), torch.randint(0, 3, (7,), generator=generator)
 
 
-def _pipe(executor=None, checkpoint="never", **options):
+def _pipe(executor=None):
     torch.manual_seed(1)
     x, _ = _data()
-    pipe = fxpipe.pipeline(Model(), ["cpu"], 3, example_args=(x,), checkpoint=checkpoint, **options)
+    pipe = fxpipe.pipeline(Model(), ["cpu"], 3, example_args=(x,), checkpoint="never")
     if executor is not None:
         pipe._fxpipe.engine.executor = executor
     return pipe
-
-
-def _steps(pipe):
-    """Everything that two steps make, one of each kind."""
-    x, t = _data()
-    torch.manual_seed(3)
-    loss, outputs = pipe.forward_backward(x, target=t, loss_fn=F.cross_entropy, return_outputs=True)
-    again = F.cross_entropy(pipe(x), t)
-    again.backward()
-    made = dict(zip(NAMES, (loss, outputs, again.detach()), strict=True))
-    return made | {n: p.grad for n, p in pipe.named_parameters()} | copy.deepcopy(pipe.state_dict())
 
 
 def test_who_drives():
     assert isinstance(executor_for([CPU]), InlineExecutor)
     assert isinstance(executor_for([CPU, CPU]), ThreadedExecutor)
     assert isinstance(executor_for([torch.device("cuda:0")]), ThreadedExecutor)
-
-
-@pytest.mark.parametrize(("checkpoint", "stages"), [("never", 1), ("always", 2)])
-def test_the_same_bits_as_workers(checkpoint, stages):
-    with (
-        _pipe(checkpoint=checkpoint, stages_per_device=stages) as alone,
-        closing(ThreadedExecutor([CPU])) as workers,
-        _pipe(workers, checkpoint, stages_per_device=stages) as other,
-    ):
-        have, want = _steps(alone), _steps(other)
-    assert have.keys() == want.keys()
-    for name, value in want.items():
-        assert torch.equal(have[name], value), name
 
 
 def test_it_starts_no_thread_and_stages_run_in_this_one():

@@ -153,6 +153,7 @@ def _exists(kind, j, i, schedule, checkpoint):
 def _assert_note(error, kind, j, i):
     (note,) = error.__notes__
     assert f"stage {j} of {STAGES} on {devices.workers(STAGES)[j]}, micro-batch {i}, {WORDS[kind]}" in note
+    assert ("went well before" in note) == (kind is ActionKind.RECOMPUTE)
     if kind is not ActionKind.BACKWARD:
         assert f"node blocks_{j}_Bomb" in note
         assert f"module blocks.{j}" in note
@@ -249,21 +250,6 @@ def test_the_first_of_several_failures_arrives():
         assert "stage 1 of 3" in second.__notes__[0]
 
 
-@pytest.mark.anywhere
-@pytest.mark.parametrize("kind", [ActionKind.FORWARD, ActionKind.BACKWARD])
-def test_several_failures_at_once(kind):
-    """One of them arrives; the pipe is none the worse."""
-    with _make(Model()) as pipe:
-        for _ in range(5):
-            errors = {(kind, j, i): Boom(f"{j}{i}") for j in range(STAGES) for i in range(CHUNKS)}
-            Bomb.arm(*errors.items())
-            with pytest.raises(Boom) as caught:
-                _step(pipe)
-            assert any(caught.value is error for error in errors.values())
-        Bomb.arm()
-        _step(pipe)
-
-
 def test_others_stop_before_their_next_action():
     """The first stage fails at its third micro-batch: nobody can have got further than the two before."""
     with _make(Model(), schedule="gpipe") as pipe:
@@ -308,8 +294,9 @@ def test_a_loss_fn_that_fails_on_the_whole_mini_batch():
                 raise Boom("whole")
             return F.mse_loss(y, t)
 
-        with pytest.raises(Boom, match="whole"):
+        with pytest.raises(Boom, match="whole") as caught:
             _step(pipe, loss_fn)
+        assert "to verify the loss" in caught.value.__notes__[0]
         _assert_equal(_state(model), before)
         _step(pipe)
 
@@ -348,25 +335,6 @@ def test_a_failing_hook_of_a_parameter(method, has_gradients):
             model.load_state_dict(state)
         assert seen
         _step(pipe)
-
-
-@pytest.mark.parametrize("method", HANDED_TO)
-@pytest.mark.parametrize("run", [_step, _drop_in])
-def test_a_hook_that_does_not_fail_leaves_the_gradients_of_the_step(run, method):
-    hooked, plain = Model(), Model()
-    plain.load_state_dict(hooked.state_dict())
-    calls = []
-    getattr(hooked.blocks[0].linear.weight, method)(lambda _: calls.append(True))
-    with _make(hooked) as pipe, _make(plain) as other:
-        for _ in range(2):  # into gradients that are there, too
-            for one in (pipe, other):
-                torch.manual_seed(1)
-                run(one)
-    assert len(calls) == 2
-    for (name, p), q in zip(hooked.named_parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        assert p.grad is None or torch.equal(p.grad, q.grad), name
-    assert hooked.blocks[0].linear.weight.grad.abs().sum() > 0
 
 
 def test_a_failing_hook_of_what_comes_before_the_pipe():
@@ -428,15 +396,6 @@ def test_an_error_of_a_builtin_names_its_node(capfd):
             pipe(k)
         assert "stage 1 of 2 on cpu, micro-batch 0, forward, node take" in caught.value.__notes__[0]
     assert capfd.readouterr().err == ""
-
-
-def test_a_failure_that_only_a_recompute_has_says_so():
-    with _make(Model(), checkpoint="always") as pipe:
-        Bomb.arm(((ActionKind.RECOMPUTE, 1, 1), Boom()))
-        with pytest.raises(Boom) as caught:
-            _step(pipe)
-        assert "recompute" in caught.value.__notes__[0]
-        assert "went well before" in caught.value.__notes__[0]
 
 
 def test_a_note_that_fails_hides_no_failure(monkeypatch):

@@ -19,7 +19,6 @@ from torch.autograd.graph import GradientEdge
 import fxpipe
 from fxpipe.errors import LossError
 from fxpipe.runtime.loss_checks import LossHistory, LossReduction, LossWeightingCheck, reductions_under
-from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.utils.accelerator import generator_lock
 
 IGNORED = -100
@@ -367,17 +366,6 @@ def test_a_target_that_loss_fn_changes():
             assert torch.equal(ours, theirs)
 
 
-def test_what_loss_fn_raises_on_all_outputs_says_so():
-    def loss_fn(y, t):
-        if len(y) > 2:
-            raise RuntimeError("too many")
-        return F.mse_loss(y, t)
-
-    with pipe_of(small()) as pipe, pytest.raises(RuntimeError, match="too many") as caught:
-        pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=loss_fn)
-    assert "to verify the loss" in caught.value.__notes__[0]
-
-
 def _twice(y, t):
     return F.mse_loss(y, torch.zeros_like(y)) * 2 + y.sum() / 3
 
@@ -416,26 +404,6 @@ def _weighed(out, labels):
     return out["loss"] * n, n
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_models_own_loss(checkpoint):
-    """Labels are inputs. Where they count unequally each micro-batch weighs what counts in it; pairs say so as well."""
-    model = OwnLoss().double()
-    plain = copy.deepcopy(model)
-    with pipe_of(model, checkpoint=checkpoint) as pipe:
-        for _ in range(2):
-            assert_equal_step(pipe, plain, (tokens(), tokens()), None, _own, _own)
-        ids, labels = tokens(), padded()
-        for _ in range(2):
-            assert_equal_step(pipe, plain, (ids, labels), None, _own, _own)
-        for _ in range(2):
-            assert_equal_step(pipe, plain, (ids, labels), labels, _weighed, lambda out, t: out["loss"])
-        # The same from its logits.
-        for _ in range(2):
-            assert_equal_step(
-                pipe, plain, (ids, labels), labels, lambda o, t: token_sum(int)(o["logits"], t), lambda o, t: o["loss"]
-            )
-
-
 @pytest.mark.parametrize("out_dims", ["mean", {"loss": "mean", "logits": 0}], ids=["one", "tree"])
 def test_a_models_own_loss_of_which_the_user_has_said_how_it_goes_together(out_dims):
     """It was an error in the drop-in: the mean over samples of means over tokens may well be what is wanted."""
@@ -454,25 +422,6 @@ def test_a_models_own_loss_of_which_the_user_has_said_how_it_goes_together(out_d
         pipe.forward_backward(ids, labels, loss_fn=_own)
         assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
         assert_equal_step(pipe, plain, (ids, labels), labels, _weighed, lambda out, t: out["loss"])
-
-
-@pytest.mark.parametrize("out_dims", [None, "mean", {"loss": "mean"}], ids=["found", "one", "field"])
-def test_a_masked_language_model_whose_first_labels_count_unequally(out_dims):
-    """Its loss was refused when it was recorded, and what the error said to do could not be said of its output."""
-    transformers = pytest.importorskip("transformers")
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 8}
-    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8}
-    config = transformers.BertConfig(**sizes, **off, num_hidden_layers=1, num_attention_heads=2)
-    model = transformers.BertForMaskedLM(config).double()
-    plain = copy.deepcopy(model)
-    given = {"input_ids": torch.randint(0, 11, (5, LENGTH)), "labels": padded(5)}
-    with pipe_of(model, 2, out_dims=out_dims) as pipe:
-        want = plain(**given)
-        want.loss.backward()
-        have, out = pipe.forward_backward(**given, target=given["labels"], loss_fn=_weighed, return_outputs=True)
-        torch.testing.assert_close(have, want.loss.detach())
-        torch.testing.assert_close(out.logits, want.logits.detach())
-        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
 
 
 # -- random numbers in the loss --------------------------------------------------------------------------------------
@@ -609,17 +558,6 @@ class Several(Layered, a=4, b=(4, 3), c=(4, 2)):
         return {"b": self.b(h), "rest": (self.c(h), h, h.detach(), None, 3)}
 
 
-def test_a_value_that_nothing_says_how_to_put_together_is_not_lost():
-    stage = object.__new__(LossStage)
-    stage.shares = (0.5, 0.5)
-    values = [[torch.zeros(1), torch.ones(1)], [torch.zeros(1), torch.ones(1)]]
-    first, second = stage._gathered(values, [(0, "an output"), ("sum", "an input")])
-    assert (first.tolist(), second.tolist()) == ([0.0, 0.0], [2.0])
-    for ways in ([(0, "an output")], [(0, "an output")] * 3):
-        with pytest.raises(ValueError, match="zip"):
-            stage._gathered(values, ways)
-
-
 def test_several_outputs_and_targets():
     def loss_fn(out, t):
         loss = F.mse_loss(out["b"], t["b"]) + F.cross_entropy(out["rest"][0], t["c"][0]) * t["c"][1]
@@ -705,24 +643,6 @@ class _Widened(torch.overrides.TorchFunctionMode):
         if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
             self.most = max(self.most, result.numel())
         return result
-
-
-@pytest.mark.parametrize("piece", [7, 1 << 20])
-def test_the_gradients_of_a_mini_batch_are_verified_piece_by_piece(piece, monkeypatch):
-    """With a head of zeros the loss tells nothing, and only gradients do."""
-    monkeypatch.setattr("fxpipe.runtime.loss_checks.PIECE", piece)
-    ids, labels = tokens(7), padded(7)
-    model = Tokens(zero_head=True)
-    # What looks at single elements notices first.
-    monkeypatch.setattr(LossHistory, "look_at_elements", property(lambda self: False))
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(ids,)) as pipe:
-        pipe.forward_backward(ids, target=tokens(7), loss_fn=token_mean)
-        assert pipe.last_step.verification > 0
-    with (
-        fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(ids,)) as pipe,
-        pytest.raises(LossError, match="gradients of its micro-batches are"),
-    ):
-        pipe.forward_backward(ids, target=labels, loss_fn=token_mean)
 
 
 def test_to_verify_a_loss_holds_no_gradient_in_float64():

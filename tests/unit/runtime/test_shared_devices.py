@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import re
-import threading
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.errors import ArgumentError
 from fxpipe.runtime.executors import ThreadedExecutor
 from fxpipe.scheduling import CHECKPOINTS, dependencies, make_schedule
 from fxpipe.scheduling.actions import ActionKind
@@ -97,27 +96,6 @@ def test_every_executor_gives_the_same_bits(schedule, workers, per_device):
             assert torch.equal(have[name], value), f"{name} differs by {(have[name] - value).abs().max()}"
 
 
-def test_there_is_a_worker_for_each_device_and_no_more():
-    x = torch.randn(4, 4)
-    torch.set_num_threads(4)
-    threads: set[tuple[str, int]] = set()
-
-    class Watched(nn.Linear):
-        def forward(self, x):
-            threads.add((threading.current_thread().name, torch.get_num_threads()))
-            return super().forward(x)
-
-    model = nn.Sequential(*(Watched(4, 4) for _ in range(4)))
-    before = threading.active_count()
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, stages_per_device=2, leaf_modules=[Watched]) as pipe:
-        pipe(x)
-        assert threading.active_count() == before + 2
-        threads.clear()
-        pipe(x)
-        assert {threads for _, threads in threads} == {2}  # the cores are shared out among workers, not stages
-        assert {name for name, _ in threads} == {"fxpipe-0-cpu", "fxpipe-1-cpu"}
-
-
 # Its life
 
 
@@ -175,23 +153,6 @@ def test_balance_by_hand_speaks_of_stages():
 
 
 # Arguments
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        (0, ArgumentError, "stages_per_device=0: expected a whole number, at least 1"),
-        (-2, ArgumentError, "stages_per_device=-2"),
-        (1.5, ArgumentTypeError, "stages_per_device=1.5: expected a whole number, at least 1"),
-        (True, ArgumentTypeError, "stages_per_device=True"),
-        ("2", ArgumentTypeError, "stages_per_device='2'"),
-    ],
-)
-def test_bad_number_of_stages_per_device(given, error, words):
-    with pytest.raises(error, match=words):
-        fxpipe.pipeline(_chain(), ["cpu", "cpu"], stages_per_device=given)
-    with pytest.raises(error, match=words):
-        fxpipe.plan(_chain(), 2, example_args=(torch.randn(6, 4),), stages_per_device=given)
 
 
 def test_numbers_that_do_not_fit_together():

@@ -101,6 +101,7 @@ def test_a_step_is_recorded_with_what_went_between_stages(executor, checkpoint):
     rows = make_schedule("1f1b", 3, 3, checkpoint).rows
     assert {a.action: a.device for a in record.actions} == {a: d for d, row in enumerate(rows) for a in row}
     assert (record.schedule, record.away) == ("1f1b", 0)
+    assert all(a.on_core is not None and a.on_core >= 0 for a in record.actions)
     assert 0 < record.seconds <= took
     size = BATCH // 3 * WIDTH * 4
     for i in range(3):

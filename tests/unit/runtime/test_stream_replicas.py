@@ -2,26 +2,22 @@
 
 import copy
 import gc
-import itertools
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import oracle
 from helpers.delayed_updates import RULES, rule_of_replicas, train_delayed
 from helpers.oracle import closing
 from helpers.plan_hardware import hardware, narrow_then_wide
-from helpers.residual_blocks import WIDTH, Block, Rows, Stumbling, assert_same, batches, blocks, momentum, sgd, train
+from helpers.residual_blocks import WIDTH, Block, Rows, assert_same, batches, blocks, momentum, sgd, train
 from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
 
 import fxpipe
 from fxpipe.cluster import Link
-from fxpipe.errors import PartitionError
 from fxpipe.optim import StageOptimizer
-from fxpipe.runtime.executors import ThreadedExecutor
 from fxpipe.runtime.stream import StageWeights
 
 QUICK = {"progress": False}
@@ -42,11 +38,14 @@ def piped(model, replicas, schedule="pipedream", chunks="auto", executor=None, *
     return closing(pipe)
 
 
-def delayed(plain, data, replicas, optimizer=momentum):
+def simple_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def delayed(plain, data, replicas, optimizer=momentum, loss_fn=F.mse_loss):
     """Weight stashing, each mini-batch as a whole."""
-    return train_delayed(
-        [*plain], data, F.mse_loss, optimizer, rule_of_replicas(replicas), replicas=replicas, rounds=replicas
-    )
+    rule = rule_of_replicas(replicas)
+    return train_delayed([*plain], data, loss_fn, optimizer, rule, replicas=replicas, rounds=replicas)
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
@@ -63,25 +62,12 @@ def test_a_stream_comes_to_the_weights_of_delayed_updates_by_rounds(replicas):
         assert stream.versions_held == tuple(pipe.plan.weight_versions(j) for j in range(len(replicas)))
 
 
-def test_15_1_and_1_15_run_to_the_end_of_an_incomplete_round():
-    for replicas in ((15, 1), (1, 15)):
-        plain, data = blocks(2), batches(50, size=2)
-        with piped(copy.deepcopy(plain), replicas) as pipe:
-            _, losses = train(pipe, data)
-            want, _ = delayed(plain, data, replicas)
-            assert torch.equal(torch.stack(losses), torch.stack(want))
-            assert_same(pipe, plain)
-            used = {one.device for one in pipe.last_step.actions}
-            assert used == set(range(16))
-            assert len(pipe.last_step.devices) == 16
-
-
-@pytest.mark.parametrize(("replicas", "seed"), [((2, 1), 0), ((2, 1), 1), ((2, 3), 2), ((2, 3), 3)])
+@pytest.mark.parametrize(("replicas", "seed"), [((2, 1), 0), ((2, 1), 1), ((2, 3), 2), ((1, 1, 1), 3)])
 def test_bits_do_not_depend_on_which_replica_is_first(replicas, seed):
-    plain, data = blocks(2), batches(15)
+    plain, data = blocks(len(replicas)), batches(15)
     delayed(plain, data, replicas)
     for executor in (InterleavedExecutor(seed), JitteredExecutor([torch.device("cpu")] * sum(replicas), seed)):
-        with piped(blocks(2), replicas, executor=executor) as pipe:
+        with piped(blocks(len(replicas)), replicas, executor=executor) as pipe:
             train(pipe, data)
             assert_same(pipe, plain)
 
@@ -159,16 +145,7 @@ def test_weighted_losses_are_divided_mini_batch_by_mini_batch():
     plain, data = blocks(2), batches(9)
     with piped(copy.deepcopy(plain), (2, 3)) as pipe:
         _, losses = train(pipe, data, StageOptimizer(pipe, torch.optim.SGD, lr=0.1), weighted)
-        rule, optimizer = rule_of_replicas((2, 3)), lambda p: torch.optim.SGD(p, lr=0.1)
-        want, _ = train_delayed(
-            [*plain],
-            data,
-            lambda y, t: weighted(y, t)[0] / weighted(y, t)[1],
-            optimizer,
-            rule,
-            replicas=(2, 3),
-            rounds=(2, 3),
-        )
+        want, _ = delayed(plain, data, (2, 3), simple_sgd, lambda y, t: weighted(y, t)[0] / weighted(y, t)[1])
         torch.testing.assert_close(torch.stack(losses), torch.stack(want))
         for have, parameter in zip(pipe.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(have, parameter)
@@ -230,18 +207,6 @@ def test_a_learning_rate_that_changes_in_the_loop_is_that_of_the_last_mini_batch
         assert_same(pipe, plain)
 
 
-def test_gradients_of_a_round_that_was_dropped_do_not_count_in_the_next_stream(monkeypatch):
-    monkeypatch.setattr(Stumbling, "steps", 0)
-    with piped(blocks(2), (2, 3)) as pipe:
-        optimizer = StageOptimizer(pipe, Stumbling, lr=0.1)
-        with pytest.raises(OSError, match="stumbled"):
-            train(pipe, batches(20), optimizer)
-        plain = copy.deepcopy(fxpipe.unwrap(pipe))
-        train(pipe, batches(7), optimizer)
-        delayed(plain, batches(7), (2, 3), lambda p: torch.optim.SGD(p, lr=0.1))
-        assert_same(pipe, plain)
-
-
 # -- Ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +231,7 @@ def test_another_shape_ends_the_rounds_before_it():
         _, losses = train(pipe, [*short, *long, *short], StageOptimizer(pipe, torch.optim.SGD, lr=0.1))
         want = []
         for part in (short, long, short):
-            want += delayed(plain, part, replicas, lambda p: torch.optim.SGD(p, lr=0.1))[0]
+            want += delayed(plain, part, replicas, simple_sgd)[0]
         assert torch.equal(torch.stack(losses), torch.stack(want))
         assert_same(pipe, plain)
 
@@ -296,146 +261,18 @@ def test_an_exception_in_a_replica_drops_the_stream_and_leaves_a_pipe_that_train
         assert "stage 0 of 2 on cpu" in caught.value.__notes__[0]
         plain = copy.deepcopy(fxpipe.unwrap(pipe))
         train(pipe, batches(7), optimizer)
-        delayed(plain, batches(7), (3, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+        delayed(plain, batches(7), (3, 1), simple_sgd)
         assert_same(pipe, plain)
-
-
-# -- Plans -------------------------------------------------------------------------------------------------------------
-
-
-def test_what_pipedreams_planner_chooses_for_a_stream_runs():
-    torch.manual_seed(3)
-    plain = narrow_then_wide()
-    model, x = copy.deepcopy(plain), torch.randn(24, 4)
-    options = {"balance": "pipedream", "hardware": hardware(Link(1e8)), "example_args": (x,), **QUICK}
-    with fxpipe.pipeline(model, ["cpu"] * 4, schedule="pipedream", **options) as pipe:
-        assert pipe.plan.replicas == (3, 1)
-        assert pipe.plan.chunks == 1
-        text = " ".join(str(pipe.plan).split())
-        assert "replicas 3-1: the devices of a stage take micro-batches in turn, and update it by the mean" in text
-        assert "versions of the weights, by stage: 3, 1" in text
-        data = [(torch.randn(24, 4), torch.randn(24, 4)) for _ in range(9)]
-        _, losses = train(pipe, data, StageOptimizer(pipe, torch.optim.SGD, lr=0.01))
-        ends = [*itertools.accumulate(len(stage.nodes) for stage in pipe.plan.stages)]
-        stages = [plain[: ends[0]], plain[ends[0] :]]
-        want, _ = delayed(stages, data, (3, 1), lambda p: torch.optim.SGD(p, lr=0.01))
-        assert torch.equal(torch.stack(losses), torch.stack(want))
-        assert_same(pipe, plain)
-        simulated = fxpipe.simulate(pipe.plan)
-        assert simulated.steady is not None
-        assert len(simulated.devices) == 4
 
 
 def test_replicas_that_the_first_mini_batch_is_planned_for_have_enough_in_flight():
     """Nothing is known of them before it is read."""
     model, x = narrow_then_wide(), torch.randn(24, 4)
-    options = {"balance": "pipedream", "hardware": hardware(Link(1e8)), **QUICK}
-    with fxpipe.pipeline(model, ["cpu"] * 4, schedule="pipedream", **options) as pipe:
+    options = {"balance": "pipedream", "hardware": hardware(Link(1e8)), "schedule": "pipedream", **QUICK}
+    with fxpipe.pipeline(model, ["cpu"] * 4, **options) as pipe:
         stream, losses = train(pipe, [(x, x)] * 12, StageOptimizer(pipe, torch.optim.SGD, lr=0.01))
         assert pipe.plan.replicas == (3, 1)
         assert (len(losses), stream.applied) == (12, (12, 12))
-
-
-def test_a_plan_of_data_parallelism_runs_a_stream_whose_mini_batches_are_those_of_a_replica():
-    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
-    fast = {"hardware": hardware(Link(1e12)), "example_args": (torch.randn(24, 4),), "balance": ["3"], **QUICK}
-    plan = fxpipe.plan(plain, devices=["cuda:0"] * 4, data_parallel=2, schedule="pipedream", **fast)
-    assert (plan.data_parallel, plan.batch) == (2, 12)
-    model = copy.deepcopy(plain)
-    with fxpipe.pipeline(model, ["cpu"] * 4, plan=plan, schedule="pipedream", **QUICK) as pipe:
-        data = [(torch.randn(12, 4), torch.randn(12, 4)) for _ in range(7)]
-        train(pipe, data, StageOptimizer(pipe, torch.optim.SGD, lr=0.01))
-        delayed([plain[:4], plain[4:]], data, (2, 2), lambda p: torch.optim.SGD(p, lr=0.01))
-        assert_same(pipe, plain)
-        assert (pipe.plan.replicas, pipe.plan.chunks, pipe.plan.batch) == ((2, 2), 1, 12)
-
-
-def test_equal_replicas_of_a_stream_take_turns_as_those_of_a_mesh_have_no_streams():
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
-    options = {"hardware": hardware(Link(1e12)), "example_args": (torch.randn(24, 4),), "balance": "pipedream", **QUICK}
-    stream = fxpipe.plan(model, devices=["cuda:0"] * 4, schedule="pipedream", **options)
-    step = fxpipe.plan(model, devices=["cuda:0"] * 4, schedule="1f1b", **options)
-    assert (stream.turns, stream.data_parallel, stream.batch) == ((4,), 1, 24)
-    assert (step.turns, step.data_parallel, step.batch) == ((), 4, 6)
-
-
-def test_saved_plans_of_streams_run_as_they_were_made(tmp_path):
-    model, x = narrow_then_wide(), torch.randn(24, 4)
-    options = {"balance": "pipedream", "hardware": hardware(Link(1e8)), "example_args": (x,), **QUICK}
-    plan = fxpipe.plan(model, devices=["cpu"] * 4, schedule="pipedream", **options)
-    plan.save(tmp_path / "plan.json")
-    read = fxpipe.Plan.load(tmp_path / "plan.json")
-    assert [read.weight_versions(j) for j in (0, 1)] == [plan.weight_versions(j) for j in (0, 1)] == [3, 1]
-    assert fxpipe.simulate(read).step_seconds == fxpipe.simulate(plan).step_seconds
-    with fxpipe.pipeline(model, ["cpu"] * 4, plan=read, schedule="pipedream", **QUICK) as pipe:
-        stream, _ = train(pipe, [(x, x)] * 5, StageOptimizer(pipe, torch.optim.SGD, lr=0.01))
-        assert stream.applied == (5, 5)
-
-
-def test_memory_is_that_of_all_versions_and_the_error_tells_how_many_fit():
-    last = nn.Linear(64, 1024, bias=False)
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)), last)
-    options = {"balance": "pipedream", "example_args": (torch.randn(64, 64),), "checkpoint": "never", **QUICK}
-    options |= {"hardware": hardware(Link(1e8)), "schedule": "pipedream", "devices": ["cuda:0"] * 3}
-    plan = fxpipe.plan(model, **options)
-    assert plan.replicas == (2, 1)
-    weights = plan.stages[0].parameter_bytes
-    once = replace(plan, schedule="1f1b", chunks=4)
-    assert int(plan.memory(0, b=64)) - int(once.memory(0, b=64)) == 2 * weights  # versions beside the newest
-    assert fxpipe.simulate(plan).memory[1].peak == int(plan.memory(0, b=64))
-    with pytest.raises(PartitionError, match=r"2 of 3 in stage 0, 0 of 1 in stage 1"):
-        fxpipe.plan(model, memory_limit=int(plan.memory(0, b=64)) - 1, **options)
-
-
-SIZE, STAGES = 4, 3
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Dropout(0.2)) for _ in range(STAGES)))
-
-
-def drawn_batches(count):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(6, SIZE, generator=generator), torch.randn(6, SIZE, generator=generator)) for _ in range(count)
-    ]
-
-
-def streamed(schedule, chunks="auto"):
-    return fxpipe.pipeline(
-        model(), ["cpu"] * STAGES, chunks, schedule=schedule, balance=["0", "1"], example_args=(torch.ones(6, SIZE),),
-        progress=False, check=False, hardware="cpu",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("schedule", "chunks"), [("pipedream", 1), ("pipedream_2bw", 3)])
-def test_the_order_of_workers_makes_no_difference(schedule, chunks):
-    cpus = [torch.device("cpu")] * STAGES
-    executors = [JitteredExecutor(cpus, 1), *map(InterleavedExecutor, range(3)), ThreadedExecutor(cpus)]
-    results = []
-    for executor in executors:
-        with oracle.closing(streamed(schedule, chunks)) as pipe:
-            pipe._fxpipe.engine.executor.close()
-            pipe._fxpipe.engine.executor = executor
-            torch.manual_seed(3)
-            optimizer = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
-            stream = pipe.train_stream(drawn_batches(6), loss_fn=F.mse_loss, optimizer=optimizer)
-            results.append([*stream, *(parameter.detach() for parameter in pipe.parameters())])
-    for other in results[1:]:
-        assert all(torch.equal(have, want) for have, want in zip(other, results[0], strict=True))
-
-
-def test_a_stream_that_has_ended_holds_nothing():
-    with oracle.closing(streamed("pipedream")) as pipe:
-        data = drawn_batches(5)
-        inputs = [weakref.ref(x) for x, _ in data]
-        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
-        stream = pipe.train_stream(iter(data), loss_fn=F.mse_loss, optimizer=optimizer)
-        assert len(list(stream)) == len(data)
-        del data, stream
-        gc.collect()
-        assert all(ref() is None for ref in inputs)
 
 
 def test_an_update_writes_elsewhere_only_while_an_older_version_is_needed():
@@ -462,32 +299,41 @@ def test_an_update_writes_elsewhere_only_while_an_older_version_is_needed():
     assert weights.most_held == 2
 
 
+# -- Also without replicas ---------------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_has_ended_holds_nothing():
+    data = batches(5)
+    inputs = [weakref.ref(x) for x, _ in data]
+    with piped(blocks(3), (1, 1, 1)) as pipe:
+        assert len(train(pipe, iter(data))[1]) == len(data)
+        del data
+        gc.collect()
+        assert all(ref() is None for ref in inputs)
+
+
 def test_an_interrupt_while_a_mini_batch_is_read_drops_the_stream_and_leaves_a_pipe_that_trains():
     def source():
-        yield from drawn_batches(4)
+        yield from batches(4)
         raise KeyboardInterrupt
 
-    with oracle.closing(streamed("pipedream")) as pipe:
-        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+    with piped(blocks(3), (1, 1, 1)) as pipe:
         with pytest.raises(KeyboardInterrupt):
-            list(pipe.train_stream(source(), loss_fn=F.mse_loss, optimizer=optimizer))
-        stream = pipe.train_stream(drawn_batches(4), loss_fn=F.mse_loss, optimizer=optimizer)
-        assert len(list(stream)) == 4
-        assert stream.applied == (4,) * STAGES
+            train(pipe, source())
+        stream, losses = train(pipe, batches(4))
+        assert len(losses) == 4
+        assert stream.applied == (4, 4, 4)
 
 
 def test_gradients_from_before_count_in_the_first_update_and_inputs_get_theirs():
     """As of an optimizer that steps without zero_grad; an input that requires grad has its gradient behind its loss."""
-    x, t = drawn_batches(1)[0]
-    with oracle.closing(streamed("pipedream")) as pipe:
-        pipe.eval()
-        bias = pipe.get_parameter("0.0.bias")
-        before = bias.detach().clone()
-        bias.grad = torch.ones_like(bias)
-        plain = nn.Sequential(*(nn.Sequential(part[0], part[1]) for part in fxpipe.unwrap(pipe)))
+    plain, ((x, t),) = blocks(3), batches(1)
+    bias = plain[0].linear.bias
+    with piped(copy.deepcopy(plain), (1, 1, 1)) as pipe:
+        own = pipe.get_parameter("0.linear.bias")
+        own.grad = torch.ones_like(own)
         want = torch.autograd.grad(F.mse_loss(plain(x), t), bias)[0]
         x.requires_grad_()
-        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=1.0)
-        list(pipe.train_stream([(x, t)], loss_fn=F.mse_loss, optimizer=optimizer))
-        torch.testing.assert_close(bias.detach(), before - 1 - want)
+        train(pipe, [(x, t)], StageOptimizer(pipe, torch.optim.SGD, lr=1.0))
+        torch.testing.assert_close(own, bias - 1 - want)
         assert x.grad is not None

@@ -37,20 +37,6 @@ def streamed(stages, policy, sizes, drains=(), modes=None, replicas=()):
     return order, tuple(map(tuple, rows))
 
 
-def versions_held(order, stage, row):
-    """Goes through a row as the runtime does; each forward finds its version there."""
-    held, newest, most = {0}, 0, 1
-    for kind, _, i in row:
-        t, k = order.place(i)
-        if kind is ActionKind.FORWARD and k == 0:
-            assert order.version(stage, t) in held
-        if kind is ActionKind.UPDATE:
-            newest += 1
-            held = {version for version in held if version >= order.version(stage, t + 1)} | {newest}
-            most = max(most, len(held))
-    return most
-
-
 def test_stages_alternate_once_they_are_full():
     _, rows = streamed(3, WeightPolicy.STASHING, [1] * 5)
     assert [" ".join(map(str, row)) for row in rows] == [
@@ -58,23 +44,6 @@ def test_stages_alternate_once_they_are_full():
         "1F0 1F1 1B0 1U0 1F2 1B1 1U1 1F3 1B2 1U2 1F4 1B3 1U3 1B4 1U4",
         "2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 2U2 2F3 2B3 2U3 2F4 2B4 2U4",
     ]
-
-
-@pytest.mark.parametrize("policy", WeightPolicy)
-def test_rows_can_run_and_hold_as_many_versions_as_is_said(policy):
-    for n, sizes, drains in product((1, 2, 3, 4), SIZES, ((), (2,))):
-        order, rows = streamed(n, policy, sizes, drains)
-        schedule = Schedule("stream", n, sum(sizes), rows)
-        validate(schedule)
-        assert all(have <= n - j for j, have in enumerate(micro_batches_in_flight(schedule)))
-        for j, row in enumerate(rows):
-            held = versions_held(order, j, row)
-            if policy in NAMES:
-                assert held <= weight_versions(NAMES[policy], n, j, min(sizes))
-            else:
-                assert held <= n
-            if sizes == SIZES[0] and not drains:
-                assert held == {"STASHING": n - j, "VERTICAL_SYNC": n}.get(policy.name, min(n, 2))
 
 
 def test_what_is_queued_waits_for_nothing_that_is_not():
@@ -114,6 +83,7 @@ def test_schedules_with_a_flush_have_one_version():
 # -- Replicas ----------------------------------------------------------------------------------------------------------
 
 SMALL = [counts for n in (1, 2, 3) for counts in product((1, 2, 3), repeat=n) if max(counts) > 1]
+ALONE = [(1,) * n for n in (1, 2, 3, 4)]  # no replicas
 REPLICAS = [*SMALL, (15, 1), (1, 15), (4, 2, 1), (1, 4, 1), (3, 2, 1, 2)]
 
 
@@ -148,7 +118,8 @@ def in_order_of_time(schedule):
 @pytest.mark.parametrize("policy", WeightPolicy)
 def test_rows_of_replicas_run_and_every_forward_finds_its_version(policy):
     """All small numbers of replicas, mini-batches of one and of several micro-batches, drains within a round."""
-    for replicas, sizes, drains in product(REPLICAS, ([1] * 17, [2] * 7, [3, 1, 2, 5, 1, 1, 4]), ((), (3,), (1, 4))):
+    streams = [1] * 17, [2] * 7, [3, 1, 2, 5, 1, 1, 4]
+    for replicas, sizes, drains in product([*ALONE, *REPLICAS], streams, ((), (3,), (1, 4))):
         order, schedule = replicated(policy, sizes, replicas, drains)
         validate(schedule)
         held = [{0} for _ in replicas]  # versions
@@ -173,6 +144,11 @@ def test_rows_of_replicas_run_and_every_forward_finds_its_version(policy):
             done.add(action)
         for j, of_stage in enumerate(held):
             assert max(of_stage) == len([a for a in ended if a.kind is ActionKind.UPDATE and a.stage == j])
+            if replicas in ALONE:
+                n = len(replicas)
+                assert micro_batches_in_flight(schedule)[j] <= n - j
+                if sizes[0] == 1 and not drains:
+                    assert most[j] == {"STASHING": n - j, "VERTICAL_SYNC": n}.get(policy.name, min(n, 2))
             if policy in NAMES:
                 assert most[j] <= weight_versions(NAMES[policy], len(replicas), j, min(sizes), replicas)
                 if sizes[0] == 1 and not drains and len(sizes) > 3 * max(replicas):

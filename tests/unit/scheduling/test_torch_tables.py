@@ -77,12 +77,6 @@ def test_transfers_and_sums_of_gradients_in_a_table_of_torch_are_skipped():
         parse_schedule("0F0 0SEND_F 0B0")
 
 
-def test_a_table_of_torch_that_lacks_a_forward_is_refused():
-    """What `Schedule1F1B` writes of its last device begins with the forward of micro-batch 1."""
-    with pytest.raises(ScheduleError, match="1F0 is missing"):
-        parse_schedule("0F0,0F1,0B0,,0B1,0REDUCE_GRAD \n ,1F1,1B0,1F2,1B1,1REDUCE_GRAD")
-
-
 NAMED = {
     "ScheduleGPipe": "gpipe",
     "ScheduleInterleaved1F1B": "interleaved_1f1b",

@@ -100,9 +100,6 @@ def test_bytes_of_each_link():
     assert simulate("inference", 4, 5, transfers=ways).sent == {(0, 1): 50, (0, 2): 50, (0, 3): 50, (1, 2): 15}
 
 
-# Memory: closed forms
-
-
 # Against a world of its own, in which time passes
 
 

@@ -417,10 +417,11 @@ def test_a_table_of_ones_own_has_its_own_number_of_micro_batches() -> None:
 # -- beside what was measured ------------------------------------------------------------------------------------------
 
 
-def as_measured(simulation: Simulation, times: float) -> StepRecord:
-    """The record of a step that took so many times as long."""
+def as_measured(simulation: Simulation, times: float, on_core: float | None = None) -> StepRecord:
+    """The record of a step that took so many times as long; its actions had a core for so many times their seconds."""
     actions = tuple(
-        ActionRecord(s.action, times * s.start, times * s.end, s.device, 0.0, 0, 0) for s in simulation.spans
+        ActionRecord(s.action, times * s.start, times * s.end, s.device, 0.0, 0, 0, on_core and on_core * s.seconds)
+        for s in simulation.spans
     )
     devices = tuple(DeviceRecord("cpu", times * busy, 0.0, 0, 0) for busy in simulation.busy)
     return StepRecord(simulation.schedule.name, actions, (), devices, 0.0)
@@ -438,6 +439,22 @@ def test_a_step_and_its_simulation_side_by_side() -> None:
     assert lines[0] == "gpipe"
     assert lines[3].split() == ["step", "30.0", "s", "15.0", "s", "0.50"]
     assert lines[4].split() == ["device", "0", "cpu", "24.0", "s", "12.0", "s", "0.50", "20.0", "%", "20.0", "%"]
+
+
+def test_a_busy_machine_is_told_from_a_wrong_plan() -> None:
+    found = fxpipe.simulate(even_plan((0, 1), m=4))
+    beside = found.compared(as_measured(found, 4.0, on_core=1.25))
+    assert beside.core_share == pytest.approx(1.25 / 4)
+    assert beside.on_core is not None
+    assert beside.on_core.ratio == pytest.approx(0.8)
+    assert str(beside).splitlines()[-2:] == [
+        "The actions had a core for 31% of their time: others wanted it, too.",
+        "On it they took 30.0 s, simulated 24.0 s: 0.80",
+    ]
+    for on_core in (4.0, None):  # a quiet machine, and GPUs
+        beside = found.compared(as_measured(found, 4.0, on_core))
+        assert beside.core_share == 1
+        assert "core" not in str(beside)
 
 
 def test_another_step_is_refused() -> None:

@@ -8,8 +8,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.inspect.step_summary import compare_schedules, schedule_outcomes, step_text, summaries_text
-from fxpipe.scheduling import ActionKind, validate
-from fxpipe.scheduling.streams import SteadyWindow, stream_schedule
+from fxpipe.scheduling.streams import stream_schedule
 from fxpipe.simulation import StageCost, Transfer, simulate_stream
 from fxpipe.simulation.simulation_result import simulate_checked
 
@@ -50,20 +49,6 @@ def test_transfers_that_take_long_bound_a_mini_batch_by_the_way_through_all_stag
     simulated = simulate_stream("pipedream", costs(*[1.0] * n), transfers, micro_batches=1)
     assert simulated.step_seconds == pytest.approx((3 * n + 0.5 + 2 * (n - 1) * sending) / n, rel=0.02)
     assert simulated.sent == {(0, 1): 1.0, (1, 0): 1.0, (1, 2): 1.0, (2, 1): 1.0}
-
-
-def test_the_rows_of_a_stream_would_run_and_its_window_is_neither_warm_up_nor_drain():
-    for n, m in ((1, 1), (2, 1), (4, 1), (4, 3), (3, 8)):
-        window = SteadyWindow.of("pipedream", n, m)
-        schedule = stream_schedule("pipedream", n, m, window.mini_batches, ["never"] * n)
-        actions = [action for row in schedule.rows for action in row]
-        assert len(actions) == n * window.mini_batches * (2 * m + 1)
-        forward_only = stream_schedule("pipedream", n, m, window.last + 1)
-        first = next(k for k, a in enumerate(schedule.rows[0]) if a.kind is ActionKind.UPDATE)
-        assert schedule.rows[0][: first + 1] == forward_only.rows[0][: first + 1]
-        assert 0 < window.first < window.last < window.mini_batches or n == 1
-        without = tuple(tuple(a for a in row if a.kind is not ActionKind.UPDATE) for row in schedule.rows)
-        validate(type(schedule)("stream", n, schedule.micro_batches, without))
 
 
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 3, 1), (2, 3), (3, 2, 1), (2, 1, 3), (3,), (15, 1)]
