@@ -378,10 +378,13 @@ class Winding(Layered, first=4, second=4, third=4, seen=lambda: torch.zeros(4)):
         return x
 
 
-def wind(devices, ways, is_over_ranks):
+def wind(devices, ways, is_over_ranks, is_meta=False):
     torch.manual_seed(0)
     model, x = Winding(), torch.randn(6, 4)
+    state = copy.deepcopy(model.state_dict())
+    model.to("meta" if is_meta else "cpu")
     with fxpipe.pipeline(model, devices, 3, example_args=(x,), balance=["first"], progress=False) as pipe:
+        pipe.load_state_dict(state)
         optimizer = torch.optim.SGD(pipe.parameters(), 0.5)
         losses = []
         for way in ways:
@@ -395,13 +398,14 @@ def wind(devices, ways, is_over_ranks):
         return losses, gradients, {key: value.clone() for key, value in pipe.state_dict().items()}
 
 
-def wind_on_rank(mesh, ways):
-    return wind(mesh, ways, True)
+def wind_on_rank(mesh, ways, is_meta):
+    return wind(mesh, ways, True, is_meta)
 
 
-def test_a_graph_that_uses_weights_and_buffers_of_another_rank_borrows_them(two_ranks):
+@pytest.mark.parametrize("is_meta", [False, True])
+def test_a_graph_that_uses_weights_and_buffers_of_another_rank_borrows_them(two_ranks, is_meta):
     ways = (0, 2, 1, 2, 0, 2)
-    results = two_ranks.run(wind_on_rank, ways)
+    results = two_ranks.run(wind_on_rank, ways, is_meta)
     losses, gradients, state = wind(["cpu"] * 2, ways, False)
     for own_losses, own_gradients, own_state in results:
         assert own_losses[:-1] == losses[:-1]

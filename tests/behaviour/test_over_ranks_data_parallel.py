@@ -20,7 +20,6 @@ import fxpipe.distributed
 from fxpipe.errors import DistributedError, FxpipeError, LossError, StateError
 
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}
-FOUR_STAGES = {"zbv": 4}
 
 
 def pipe_of(model, x, **options):
@@ -106,32 +105,6 @@ def train_plain(kind, steps, loss_fn, chunks):
     return results
 
 
-def same_as_the_plain_model(ranks, kind, steps, loss_fn, stages, **options):
-    results = ranks.run(train, kind, steps, loss_fn, stages, options)
-    expected = train_plain(kind, steps, loss_fn, options.get("chunks", 3))
-    names, keys = set(), set()
-    for of_rank in results:
-        for (losses, gradients, state), (plain_losses, plain_gradients, plain_state) in zip(
-            of_rank, expected, strict=True
-        ):
-            torch.testing.assert_close(losses, plain_losses)
-            for name, gradient in gradients.items():
-                torch.testing.assert_close(
-                    gradient, plain_gradients[name], msg=lambda text, name=name: f"{name}: {text}"
-                )
-            for key, value in state.items():
-                torch.testing.assert_close(value, plain_state[key], msg=lambda text, key=key: f"{key}: {text}")
-            names |= gradients.keys()
-            keys |= state.keys()
-    assert names == expected[0][1].keys()
-    assert keys == expected[0][2].keys()
-    for of_replica in zip(*(of_rank for of_rank in (results[:2], results[2:])), strict=True):
-        (ours, theirs) = of_replica
-        for (_, gradients, state), (_, others, other_state) in zip(ours, theirs, strict=True):
-            assert all(torch.equal(gradient, others[name]) for name, gradient in gradients.items())
-            assert all(torch.equal(value, other_state[key]) for key, value in state.items())
-
-
 # Steps of two replicas, each of one or two calls: (samples, length, seed).
 UNEVEN = [[[(7, 5, 1)], [(4, 5, 2)]], [[(7, 5, 3)], [(4, 5, 4)]], [[(2, 5, 5)], [(9, 5, 6)]]]
 OTHER_LENGTHS = [[[(7, 5, 1)], [(4, 5, 2)]], [[(3, 9, 3)], [(4, 5, 4)]], [[(7, 9, 5)], [(4, 9, 6)]]]
@@ -142,22 +115,41 @@ ACCUMULATED = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zbv"])
-def test_replicas_of_unequal_mini_batches_train_as_the_plain_model_on_all_of_them(four_ranks, schedule):
-    same_as_the_plain_model(four_ranks, Mixed, UNEVEN, token_loss, FOUR_STAGES.get(schedule, 2), schedule=schedule)
+CASES = {
+    "1f1b": (Mixed, UNEVEN, token_loss, {"schedule": "1f1b"}),
+    "zero bubble": (Mixed, UNEVEN, token_loss, {"schedule": "zero_bubble"}),
+    "zbv": (Mixed, UNEVEN, token_loss, {"schedule": "zbv"}),
+    "one micro-batch each": (Dense, UNEVEN, F.mse_loss, {"chunks": 1}),
+    "a mean over tokens of different lengths": (Mixed, OTHER_LENGTHS, padded_loss, {}),
+    "several calls": (Mixed, ACCUMULATED, token_loss, {}),
+    "a mean over tokens of several calls": (Mixed, ACCUMULATED, padded_loss, {}),
+}
 
 
-def test_a_mean_over_tokens_is_over_those_of_all_replicas(four_ranks):
-    same_as_the_plain_model(four_ranks, Mixed, UNEVEN, padded_loss, 2)
-
-
-@pytest.mark.parametrize("loss_fn", [token_loss, padded_loss])
-def test_gradients_of_several_calls_are_summed_over_replicas_once(four_ranks, loss_fn):
-    same_as_the_plain_model(four_ranks, Mixed, ACCUMULATED, loss_fn, 2)
-
-
-def test_replicas_may_have_inputs_of_different_lengths(four_ranks):
-    same_as_the_plain_model(four_ranks, Mixed, OTHER_LENGTHS, padded_loss, 2)
+@pytest.mark.parametrize("name", CASES)
+def test_replicas_of_unequal_mini_batches_train_as_the_plain_model_on_all_of_them(four_ranks, name):
+    kind, steps, loss_fn, options = CASES[name]
+    stages = 4 if name == "zbv" else 2
+    results = four_ranks.run(train, kind, steps, loss_fn, stages, options)
+    expected = train_plain(kind, steps, loss_fn, options.get("chunks", 3))
+    names, keys = set(), set()
+    for of_rank in results:
+        for (losses, gradients, state), (plain_losses, plain_gradients, plain_state) in zip(
+            of_rank, expected, strict=True
+        ):
+            torch.testing.assert_close(losses, plain_losses)
+            for key, gradient in gradients.items():
+                torch.testing.assert_close(gradient, plain_gradients[key], msg=lambda text, key=key: f"{key}: {text}")
+            for key, value in state.items():
+                torch.testing.assert_close(value, plain_state[key], msg=lambda text, key=key: f"{key}: {text}")
+            names |= gradients.keys()
+            keys |= state.keys()
+    assert names == expected[0][1].keys()
+    assert keys == expected[0][2].keys()
+    for ours, theirs in zip(results[:2], results[2:], strict=True):
+        for (_, gradients, state), (_, others, other_state) in zip(ours, theirs, strict=True):
+            assert all(torch.equal(gradient, others[key]) for key, gradient in gradients.items())
+            assert all(torch.equal(value, other_state[key]) for key, value in state.items())
 
 
 def unequal_lengths(mesh, chunks):
@@ -241,10 +233,6 @@ def test_replicas_draw_what_one_process_draws_for_their_micro_batches(four_ranks
         ours, theirs = results[1][2], results[3][2]  # on the ranks of the last stage, for the same sample
         assert not torch.equal(ours[0], theirs[0])
         assert not torch.equal(ours[0], ours[1])
-
-
-def test_one_micro_batch_each_is_weighted_by_its_samples(four_ranks):
-    same_as_the_plain_model(four_ranks, Dense, UNEVEN, F.mse_loss, 2, chunks=1)
 
 
 # -- What the reducer does not sum, and when it does -----------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import json
 import warnings
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from helpers.layered import Layered
 from helpers.rank_models import MIXED_CUTS, Mixed, token_loss, tokens
 from helpers.ranks import Ranks
-from safetensors.torch import save_file, save_model
+from safetensors.torch import save_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -60,37 +59,6 @@ def save_quietly(state, folder):
         dcp.save(state, checkpoint_id=folder)
 
 
-def save_shards(state, folder):
-    """Saves a state as Hugging Face ships large models: in several files, with an index, tied weights once."""
-    folder.mkdir()
-    keys = [key for key in state if key != "head.weight"]
-    parts = {"model-00001-of-00002.safetensors": keys[:5], "model-00002-of-00002.safetensors": keys[5:]}
-    for name, own in parts.items():
-        save_file({key: state[key].clone() for key in own}, folder / name)
-    index = {"metadata": {}, "weight_map": {key: name for name, own in parts.items() for key in own}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory, two_ranks):
-    """The state of one model as every kind of checkpoint, by kind: a path, and the key of the state in it."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    model = plain_mixed()
-    save_quietly(model.state_dict(), folder / "plain")
-    save_quietly({"model": model.state_dict(), "step": 3}, folder / "more")
-    save_model(model, folder / "model.safetensors")
-    save_shards(model.state_dict(), folder / "shards")
-    two_ranks.run(save_pipe, str(folder / "pipe"))
-    return {
-        "a plain model": (folder / "plain", ""),
-        "the model of a training": (folder / "more", "model"),
-        "two ranks": (folder / "pipe", ""),
-        "safetensors": (folder / "model.safetensors", ""),
-        "shards": (folder / "shards", ""),
-        "an index": (folder / "shards" / "model.safetensors.index.json", ""),
-    }
-
-
 def save_pipe(mesh, folder):
     x, _ = tokens(7, 5, 1)
     pipe = fxpipe.pipeline(plain_mixed(), mesh, 3, example_args=(x,), balance=MIXED_CUTS[mesh.size()], **QUICK)
@@ -130,10 +98,10 @@ def plain_steps(model):
     return losses, gradients, output
 
 
-def train_loaded(mesh, path, key):
+def train_loaded(mesh, path):
     pipe = meta_pipe(mesh)
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)  # of parameters that have no values yet
-    fxpipe.distributed.load(pipe, path, key=key)
+    fxpipe.distributed.load(pipe, path)
     loaded = {name: value.clone() for name, value in pipe.state_dict().items()}
     elsewhere = [name for name, p in pipe.model.named_parameters() if p.is_meta]
     losses, gradients, output = trained_steps(pipe, optimizer)
@@ -157,28 +125,11 @@ def check_against_plain(results, model):
     torch.testing.assert_close(state, dict(model.state_dict()))
 
 
-def test_four_ranks_load_what_two_have_saved_and_train_as_the_plain_model(four_ranks, checkpoints):
-    results = four_ranks.run(train_loaded, *checkpoints["two ranks"])
+def test_four_ranks_load_what_two_have_saved_and_train_as_the_plain_model(two_ranks, four_ranks, tmp_path):
+    two_ranks.run(save_pipe, str(tmp_path))
+    results = four_ranks.run(train_loaded, str(tmp_path))
     check_against_plain(results, plain_mixed())
     assert all(set(own).isdisjoint(elsewhere) for _, _, own, _, elsewhere, _ in results)
-
-
-def load_each(mesh, checkpoints):
-    states = {}
-    for kind, (path, key) in checkpoints.items():
-        pipe = meta_pipe(mesh)
-        fxpipe.distributed.load(pipe, path, key=key)
-        states[kind] = pipe.state_dict()
-    return states
-
-
-def test_each_kind_of_checkpoint_has_the_values_of_the_plain_model(two_ranks, checkpoints):
-    ours, theirs = two_ranks.run(load_each, checkpoints)
-    expected = plain_mixed().state_dict()
-    for kind in checkpoints:
-        state = merged([ours[kind], theirs[kind]])
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(state[name], value) for name, value in expected.items()), kind
 
 
 def refused_checkpoints(mesh, folder):
@@ -533,45 +484,6 @@ def keep_whole(mesh):
 
 def test_a_model_that_is_whole_stays_whole_on_each_rank(two_ranks):
     assert two_ranks.run(keep_whole) == [True, True]
-
-
-class Winding(Layered, first=4, second=4, third=4):
-    """Takes another way than it was planned for: it uses a weight in another stage as well."""
-
-    def forward(self, x, again=False):
-        x = torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))
-        return torch.tanh(self.first(x)) if again else x
-
-
-def wind(mesh):
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    pipe = fxpipe.pipeline(on_meta(Winding), mesh, 3, example_args=(x,), balance=["first"], **QUICK)
-    optimizer = torch.optim.SGD(pipe.parameters(), 0.5)
-    torch.manual_seed(3)
-    fxpipe.distributed.initialize(pipe)
-    losses = []
-    for again in (False, True, False, True):
-        losses.append(pipe.forward_backward(x, again, target=x, loss_fn=F.mse_loss).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, [name for name, _ in pipe.named_parameters()]
-
-
-def test_a_weight_that_lives_on_another_rank_is_borrowed(two_ranks):
-    results = two_ranks.run(wind)
-    torch.manual_seed(3)
-    model, losses = Winding(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    for again in (False, True, False, True):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x, again), x)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    for own, names in results:
-        assert own == pytest.approx(losses)
-        assert len(names) in (2, 4)
 
 
 # -- Memory ----------------------------------------------------------------------------------------------------------
