@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.contrastive import nt_xent
+from helpers.layered import Layered
 from helpers.letter_sentences import be_quiet_and_offline
 from helpers.transformers_models import gpt2
 from torch import nn
@@ -96,54 +98,22 @@ def test_it_trains_as_the_trainer_does(options, tmp_path):
     compare(gpt2, texts(), tmp_path, **options)
 
 
-def test_a_mean_over_batches_is_divided_by_their_number(tmp_path):
-    def classifier() -> nn.Module:
-        torch.manual_seed(0)
-        config = transformers.ViTConfig(
-            num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=32, image_size=8,
-            patch_size=4, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        model = transformers.ViTForImageClassification(config)
-        model.accepts_loss_kwargs = False
-        return model
+class Contrasting(Layered, one=8, other=8):
+    """Compares the samples of a batch, which cannot be cut. Its loss is a mean over the batch, as CLIP's."""
 
+    def forward(self, a: torch.Tensor, b: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nt_xent(self.one(a).tanh(), self.other(b).tanh()) * labels.float().mean()}
+
+
+def test_means_over_batches_whose_samples_are_compared_are_divided_by_their_number(tmp_path):
     generator = torch.Generator().manual_seed(1)
-    rows = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": k % 3} for k in range(22)]
-    compare(classifier, rows, tmp_path)
+    rows = [{"labels": k % 3 + 1} | {key: torch.randn(8, generator=generator) for key in "ab"} for k in range(22)]
 
-
-def test_a_contrastive_loss_compares_the_samples_of_each_batch(tmp_path):
-    """A mini-batch of CLIP cannot be cut. The batches that its user accumulates are not cut."""
-
-    def clip() -> nn.Module:
+    def make() -> nn.Module:
         torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-        texts = sizes | {"vocab_size": 32, "max_position_embeddings": 16, "eos_token_id": 2, "pad_token_id": 0}
-        pictures = sizes | {"image_size": 8, "patch_size": 4}
-        config = transformers.CLIPConfig(text_config=texts, vision_config=pictures, projection_dim=8)
-        return transformers.CLIPModel(config)
+        return Contrasting()
 
-    def collate(rows: Any) -> dict[str, Any]:
-        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]} | {"return_loss": True}
-
-    generator = torch.Generator().manual_seed(1)
-    rows = [
-        {
-            "input_ids": torch.randint(3, 32, (8,), generator=generator),
-            "pixel_values": torch.randn(3, 8, 8, generator=generator),
-        }
-        for _ in range(22)
-    ]
-    options = {"per_device_train_batch_size": 3, "remove_unused_columns": False}
-    results = []
-    for kind, model in (
-        (transformers.Trainer, clip()),
-        (PipelineTrainer, fxpipe.pipeline(clip(), ["cpu", "cpu"], progress=False)),
-    ):
-        trainer = trainer_of(kind, model, rows, tmp_path, {"data_collator": collate}, **options)
-        trainer.train()
-        results.append(losses(trainer))
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+    compare(make, rows, tmp_path, per_device_train_batch_size=3)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -158,15 +128,6 @@ class Stream(torch.utils.data.IterableDataset):
 
 def test_an_epoch_of_unknown_length_ends_within_an_update(tmp_path):
     compare(gpt2, Stream(), tmp_path, max_steps=5)
-
-
-def weighted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.2) / num_items_in_batch
-
-
-def test_a_loss_function_of_the_users_own(tmp_path):
-    compare(gpt2, texts(), tmp_path, arguments={"compute_loss_func": weighted})
 
 
 class Weighing(transformers.Trainer):
