@@ -167,19 +167,8 @@ def test_a_model_without_random_nodes_leaves_the_generator_alone():
         assert torch.equal(before, torch.get_rng_state())
 
 
-def _linear_pair():
-    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
-    x, target = torch.randn(BATCH, 6), torch.randn(BATCH, 4)
-    pipe = fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 3, example_args=(x,))
-    return plain, pipe, x, target
-
-
 def test_the_batch_in_another_dimension_may_be_viewed():
-    class SequenceFirst(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(6, 4)
-
+    class SequenceFirst(Layered, linear=(6, 4)):
         def forward(self, x):
             return self.linear(x.view(x.shape[0] * x.shape[1], 6)).view(x.shape[0], x.shape[1], 4)
 
@@ -191,11 +180,7 @@ def test_the_batch_in_another_dimension_may_be_viewed():
 def test_recomputing_comes_to_the_same_bits_where_no_grad_takes_other_kernels():
     """torch's LSTM on CPU runs another kernel under no_grad, 1e-8 away: a forward to be recomputed runs without it."""
 
-    class Recurrent(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm, self.head = torch.nn.LSTM(6, 8, 2, batch_first=True), torch.nn.Linear(8, 4)
-
+    class Recurrent(Layered, lstm=lambda: nn.LSTM(6, 8, 2, batch_first=True), head=(8, 4)):
         def forward(self, x):
             return self.head(self.lstm(x)[0].mean(1))
 
@@ -220,33 +205,10 @@ def test_a_pipe_that_first_evaluates_is_planned_for_training():
         assert len(pipe._fxpipe.graphs) == 2
 
 
-def test_a_hook_put_on_after_planning_is_followed():
-    plain, pipe, x, _ = _linear_pair()
-    with pipe:
-        pipe(x)
-        handles = [m[0].register_forward_hook(lambda _, args, output: output * 2) for m in (plain, pipe.model)]
-        torch.testing.assert_close(pipe(x), plain(x))
-        for handle in handles:
-            handle.remove()
-        torch.testing.assert_close(pipe(x), plain(x))
-
-
-def test_a_program_prints_the_code_of_its_stages():
-    _, _, pipe = case_and_pipe("unet", 3, 2)
-    with pipe:
-        program = pipe._fxpipe.first.program
-        assert str(program) == "\n\n".join(stage.code for stage in pipe.plan.stages)
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state")
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
 def test_sparse_buffers(layout):
-    class Mixes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.register_buffer("graph", getattr(torch.eye(4).roll(1, 0), layout)())
-
+    class Mixes(Layered, a=4, b=4, graph=lambda: getattr(torch.eye(4).roll(1, 0), layout)()):
         def forward(self, x):
             return self.b((self.graph @ self.a(x).t()).t())
 
