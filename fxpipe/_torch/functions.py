@@ -26,7 +26,7 @@ def opname(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def overload_writes(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+def overload_writes(overload: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     for place, argument in enumerate(schema_of(overload).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[place] if place < len(args) else kwargs.get(argument.name)

@@ -38,8 +38,8 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     elif tensor.layout == torch.strided:
         yield tensor.untyped_storage()
     else:
-        for part in _SPARSE_PARTS.get(tensor.layout, ()):
-            yield from storages_of(getattr(tensor, part)())
+        for part in sparse_parts(tensor):
+            yield from storages_of(part)
 
 
 def storage_address(tensor: torch.Tensor) -> int:
@@ -48,8 +48,8 @@ def storage_address(tensor: torch.Tensor) -> int:
     return address
 
 
-def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return tensor._indices(), tensor._values()
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
 
 
 class StorageNumbers:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -148,7 +148,10 @@ def profile(
         else:
             counts = count_flops_and_bytes(traced, effects, leaves, micro_batch)
             phase("profiling")
-            with _torch_threads(threads), parameters_at_home():
+            with contextlib.ExitStack() as stack:
+                stack.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(threads or torch.get_num_threads())
+                stack.enter_context(parameters_at_home())
                 timings = measure(
                     traced,
                     effects,
@@ -283,13 +286,3 @@ def _device_of_model(traced: Traced, leaves: Sequence[Any]) -> torch.device:
     for tensor in (*own, *inputs):
         return tensor.device
     raise ArgumentError("neither the model nor the inputs hold a tensor, so there is nothing to measure")
-
-
-@contextlib.contextmanager
-def _torch_threads(number: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from fxpipe._torch.operators import attention_on_cpu, schema_of
+from fxpipe._torch.functions import overload_writes
+from fxpipe._torch.operators import attention_on_cpu
 from fxpipe.hardware import NodeWork, Operation
 from fxpipe.tracing.tensors import storage_of, tensors_in
 from fxpipe.utils.polynomial import Polynomial, SizePoint, fit_counts
@@ -119,11 +120,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
     read = {id(t): t for t in tensors_in((args, kwargs))}  # several may be parts of one storage
     storages = {*map(storage_of, read.values())}
     results = [t for t in tensors_in(result) if storage_of(t) not in storages]
-    written: list[torch.Tensor] = []
-    for place, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            is_named = argument.kwarg_only or place >= len(args)
-            written += tensors_in(kwargs.get(argument.name) if is_named else args[place])
+    written = [*tensors_in([*overload_writes(func, args, kwargs)])]
     if not results and not written:
         return 0  # a view
     sizes = {key: _tensor_bytes(t) for key, t in read.items()}

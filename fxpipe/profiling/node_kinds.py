@@ -1,4 +1,4 @@
-"""Kinds of nodes and their samples: nodes of one kind take the same time, so they share measurements.
+"""Kinds of nodes: nodes of one kind take the same time, so they share measurements.
 
 Otherwise noise would decide the cuts of a model of equal blocks. Nodes of one kind have the same function, constants
 and thread state, and inputs of equal shape, stride, dtype, device and requires_grad. For an opaque module its class and
@@ -8,8 +8,7 @@ settings replace the function.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from statistics import median, quantiles
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +22,6 @@ from fxpipe.tracing.shapes.symbolic_run import function_key
 from fxpipe.tracing.traced import Traced
 
 NodeValue = Any  # a tensor, a number, or a nest of them
-
-# Tolerated error of the median of a kind's samples; one of these is enough.
-MEDIAN_TOLERANCE = 0.02  # relative to the median
-NEGLIGIBLE_SHARE = 0.002  # relative to the seconds of the graph, for all nodes of the kind together
-UNIMPORTANT_SECONDS = 5e-6
-MAX_SAMPLES = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,57 +38,6 @@ class TensorSignature:
     def of(cls, tensor: torch.Tensor) -> TensorSignature:
         stride = tensor.stride() if tensor.layout == torch.strided else (str(tensor.layout),)
         return cls(tensor.dtype, tuple(tensor.shape), stride, tensor.device, tensor.requires_grad)
-
-
-@dataclass(slots=True)
-class TimingSamples:
-    """Seconds of one kind of node. Noise only makes samples longer, so the median is used.
-
-    Backward runs to all tensors that require grad, and again only to those that are not parameters.
-    """
-
-    is_warm: bool  # keep the next sample
-    needs_one: bool  # one sample is enough
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
-    to_inputs: list[float] = field(default_factory=list)  # if backward runs to both, inputs and parameters
-    has_inputs: bool = False  # backward runs to inputs
-    has_parameters: bool = False
-    gives_grad: tuple[bool, ...] = ()  # requires_grad by tensor of the value
-    leaves_grad: tuple[bool, ...] = ()  # requires_grad afterwards by tensor that it writes to
-
-    @property
-    def has_both(self) -> bool:
-        return self.has_inputs and self.has_parameters
-
-    @property
-    def forward_seconds(self) -> float:
-        return median(self.forward)
-
-    @property
-    def backward_seconds(self) -> float:
-        return max(0.0, median(self.backward))
-
-    @property
-    def weight_seconds(self) -> float:
-        """The part of backward that computes gradients of parameters."""
-        if not self.has_both:
-            return self.backward_seconds if self.has_parameters else 0.0
-        if not self.to_inputs:  # not measured
-            return 0.0
-        return self.backward_seconds - min(self.backward_seconds, max(0.0, median(self.to_inputs)))
-
-    def are_precise(self, negligible: float) -> bool:
-        """Returns whether the medians are accurate enough, or to `negligible` seconds.
-
-        The error of the median of n samples is about their interquartile range over the root of n.
-        """
-        for samples in (self.forward, self.backward, self.to_inputs):
-            if len(samples) > 1:
-                lower, middle, upper = quantiles(samples, n=4, method="inclusive")
-                if (upper - lower) / len(samples) ** 0.5 > max(MEDIAN_TOLERANCE * middle, negligible):
-                    return False
-        return True
 
 
 def kind_of_node(

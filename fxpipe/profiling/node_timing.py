@@ -26,7 +26,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, TypeAlias
 
 import torch
@@ -38,17 +38,7 @@ from fxpipe.profiling.backward_timing import BackwardQueue, Clock, PendingBackwa
 from fxpipe.profiling.flops import NO_OPERATIONS, NodeOperations
 from fxpipe.profiling.formulas import planned_lengths, resize_inputs, size_point
 from fxpipe.profiling.loss_cost import LossOf
-from fxpipe.profiling.node_kinds import (
-    MAX_SAMPLES,
-    NEGLIGIBLE_SHARE,
-    UNIMPORTANT_SECONDS,
-    NodeValue,
-    TensorSignature,
-    TimingSamples,
-    distinct_tensors,
-    kind_of_node,
-    map_tensors_in,
-)
+from fxpipe.profiling.node_kinds import NodeValue, TensorSignature, distinct_tensors, kind_of_node, map_tensors_in
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.interpreter import naming_node
@@ -65,6 +55,11 @@ SAMPLES_OF_LONG = 2  # number of samples of such a node
 # Seconds above which one sample is enough: there is another size, and a plan needs no more than percents.
 VERY_LONG_SECONDS = 0.2
 _SUM_SAMPLES = 5  # samples of the seconds to add gradients
+# Tolerated error of the median of a kind's samples; one of these is enough.
+MEDIAN_TOLERANCE = 0.02  # relative to the median
+NEGLIGIBLE_SHARE = 0.002  # relative to the seconds of the graph, for all nodes of the kind together
+UNIMPORTANT_SECONDS = 5e-6
+MAX_SAMPLES = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +76,57 @@ class NodeTiming:
     ) -> NodeTiming:
         forward, backward, to_inputs = work.seconds(hardware, at.values)
         return cls(forward, backward, max(0.0, backward - to_inputs), size, ran)
+
+
+@dataclass(slots=True)
+class TimingSamples:
+    """Seconds of one kind of node. Noise only makes samples longer, so the median is used.
+
+    Backward runs to all tensors that require grad, and again only to those that are not parameters.
+    """
+
+    is_warm: bool  # keep the next sample
+    needs_one: bool  # one sample is enough
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    to_inputs: list[float] = field(default_factory=list)  # if backward runs to both, inputs and parameters
+    has_inputs: bool = False  # backward runs to inputs
+    has_parameters: bool = False
+    gives_grad: tuple[bool, ...] = ()  # requires_grad by tensor of the value
+    leaves_grad: tuple[bool, ...] = ()  # requires_grad afterwards by tensor that it writes to
+
+    @property
+    def has_both(self) -> bool:
+        return self.has_inputs and self.has_parameters
+
+    @property
+    def forward_seconds(self) -> float:
+        return median(self.forward)
+
+    @property
+    def backward_seconds(self) -> float:
+        return max(0.0, median(self.backward))
+
+    @property
+    def weight_seconds(self) -> float:
+        """The part of backward that computes gradients of parameters."""
+        if not self.has_both:
+            return self.backward_seconds if self.has_parameters else 0.0
+        if not self.to_inputs:  # not measured
+            return 0.0
+        return self.backward_seconds - min(self.backward_seconds, max(0.0, median(self.to_inputs)))
+
+    def are_precise(self, negligible: float) -> bool:
+        """Returns whether the medians are accurate enough, or to `negligible` seconds.
+
+        The error of the median of n samples is about their interquartile range over the root of n.
+        """
+        for samples in (self.forward, self.backward, self.to_inputs):
+            if len(samples) > 1:
+                lower, middle, upper = quantiles(samples, n=4, method="inclusive")
+                if (upper - lower) / len(samples) ** 0.5 > max(MEDIAN_TOLERANCE * middle, negligible):
+                    return False
+        return True
 
 
 @dataclass(slots=True)

@@ -38,6 +38,7 @@ from fxpipe._torch.operators import RNN_FUNCTIONS, OpOverload, OpOverloadPacket,
 from fxpipe._torch.versions import TESTED_VERSIONS
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import stage_context
+from fxpipe.tracing.model_state import python_rng_state, set_python_rng_state
 from fxpipe.utils import accelerator
 from fxpipe.utils.accelerator import generator_lock, mix_seed
 
@@ -186,17 +187,14 @@ def _lend_generator(generator: torch.Generator, call: Callable[[], Any]) -> Any:
 @contextlib.contextmanager
 def seeded_python_rng(seed: int) -> Iterator[None]:
     """A context in which Python's and numpy's random numbers start from a seed."""
-    numpy: Any = sys.modules.get("numpy")
-    before = random.getstate(), numpy and numpy.random.get_state()
+    before = python_rng_state()
     random.seed(seed)
-    if numpy:
-        numpy.random.seed(seed % 2**32)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        if numpy:
-            numpy.random.set_state(before[1])
+        set_python_rng_state(before)
 
 
 # -- Random functions that take no generator, reimplemented with one --------------------------------------------------

@@ -52,13 +52,8 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     """Computes the bytes of a tensor's memory; for a sparse tensor, of its values and indices."""
     if tensor.layout == torch.strided:
         return tensor.nbytes
-    if tensor.layout == torch.sparse_coo:
-        return sum(part.nbytes for part in sparse_parts(tensor))
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.values().nbytes + tensor.crow_indices().nbytes + tensor.col_indices().nbytes
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.values().nbytes + tensor.ccol_indices().nbytes + tensor.row_indices().nbytes
-    return tensor.numel() * tensor.element_size()
+    parts = sparse_parts(tensor)
+    return sum(part.nbytes for part in parts) if parts else tensor.numel() * tensor.element_size()
 
 
 def hidden_tensors(value: Any) -> Iterator[torch.Tensor]:
