@@ -1566,7 +1566,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/sample_rows.py",
-        "self.parameters[node] = opened(parameter)",
+        "self.parameters[node] = compared_sizes.opened(parameter)",
         "self.parameters[node] = parameter",
         "attacks/test_samples_meet.py::test_right_models_stay_accepted",
     ),

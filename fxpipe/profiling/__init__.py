@@ -24,18 +24,8 @@ from torch import fx, nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, parse_hardware
+from fxpipe.profiling import formulas
 from fxpipe.profiling.flops import work_of
-from fxpipe.profiling.formulas import (
-    bytes_of_values,
-    fit_growth,
-    fit_seconds,
-    grown_with_sizes,
-    lengths_together,
-    planned_lengths,
-    size_point,
-    size_polynomial,
-    sizes_to_measure,
-)
 from fxpipe.profiling.loss_cost import LOSS_NAME, LossOf, MicroBatchLoss, parse_loss
 from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes
 from fxpipe.profiling.node_timing import NodeTiming, Timings, dependents_of, measure
@@ -115,10 +105,10 @@ def profile(
     chosen = None if hardware is None else parse_hardware(hardware)
     inputs = _leaves(traced, args, {} if kwargs is None else kwargs)
     micro_batch = _micro_batch(traced, inputs, micro_batch)
-    lengths = planned_lengths(traced, inputs)
-    here = size_point(micro_batch, lengths)
-    others = sizes_to_measure(traced, micro_batch, second)
-    other_lengths = lengths_together(traced, micro_batch, lengths)
+    lengths = formulas.planned_lengths(traced, inputs)
+    here = formulas.size_point(micro_batch, lengths)
+    others = formulas.sizes_to_measure(traced, micro_batch, second)
+    other_lengths = formulas.lengths_together(traced, micro_batch, lengths)
     planned = parse_loss(loss_fn, target)
     # `preserve_state`: hooks and opaque modules run unchanged.
     with (
@@ -170,17 +160,17 @@ def profile(
     def seconds(of: Callable[[NodeTiming], float], node: fx.Node, work: sympy.Expr) -> Seconds:
         by_point = {point: of(nodes[node]) for point, nodes in timings.items() if node in nodes}
         by_batch = {point.b: number for point, number in by_point.items() if point.others == here.others}
-        line = fit_seconds(by_batch, micro_batch, node in growing)
+        line = formulas.fit_seconds(by_batch, micro_batch, node in growing)
         if not lengths:
             return line
-        formula = size_polynomial(work, traced.batch, micro_batch, lengths)
-        return replace(line, growing=fit_growth(by_point, here, formula))
+        formula = formulas.size_polynomial(work, traced.batch, micro_batch, lengths)
+        return replace(line, growing=formulas.fit_growth(by_point, here, formula))
 
     costs = []
     for node in traced.nodes:
         counted = counts.nodes[node]
         # The seconds grow with the FLOPs or, without any, with the bytes that the node reads and writes.
-        moved = bytes_of_values((*(n for n in node.all_input_nodes if n.op != "get_attr"), node))
+        moved = formulas.bytes_of_values((*(n for n in node.all_input_nodes if n.op != "get_attr"), node))
         work, backward_work = counted.flops or moved, counted.backward_flops or counted.flops or moved
         weight = seconds(lambda m: m.weight_seconds, node, backward_work)
         backward = seconds(lambda m: m.backward_seconds - m.weight_seconds, node, backward_work) + weight
@@ -194,14 +184,14 @@ def profile(
     of_loss = None
     if end in timings[here]:
         held = tuple((point.b, of[end].bytes) for point, of in timings.items() if end in of)
-        outputs_size = bytes_of_values(end.all_input_nodes)  # the cost of the loss grows with it
+        outputs_size = formulas.bytes_of_values(end.all_input_nodes)  # the cost of the loss grows with it
         of_loss = NodeCost(
             LOSS_NAME,
             seconds(lambda m: m.forward_seconds, end, outputs_size),
             seconds(lambda m: m.backward_seconds, end, outputs_size),
             ZERO_FORMULA,
             ZERO_FORMULA,
-            working_bytes=grown_with_sizes(fit_counts(held, micro_batch), here).formula,
+            working_bytes=formulas.grown_with_sizes(fit_counts(held, micro_batch), here).formula,
             work=work_of(tuple((point, of[end].ran) for point, of in timings.items() if end in of), here),
         )
     name = "" if chosen is None else chosen.name

@@ -27,15 +27,8 @@ import torch
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import ArgumentError
-from fxpipe.utils.python_objects import (
-    ObjectParts,
-    builtin_base_of,
-    containers_in,
-    contains_any,
-    is_empty_object,
-    put_together,
-    take_apart,
-)
+from fxpipe.utils import python_objects
+from fxpipe.utils.python_objects import ObjectParts, contains_any
 from fxpipe.utils.units import with_article
 
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -109,7 +102,7 @@ def _refuse_flatten(value: Any) -> Any:
     raise AssertionError("nodes of this type stand in specs only")
 
 
-pytree.register_pytree_node(_Object, _refuse_flatten, put_together)
+pytree.register_pytree_node(_Object, _refuse_flatten, python_objects.put_together)
 pytree.register_pytree_node(_Mapping, _refuse_flatten, _put_mapping_together)
 pytree.register_pytree_node(_Size, lambda size: (list(size), None), lambda sizes, _: torch.Size(sizes))
 pytree.register_pytree_node(_LookedAtObject, _refuse_flatten, lambda _, seen: seen.value)
@@ -173,7 +166,7 @@ def _kind_of_input(value: Any) -> type[Any] | None:
     if _is_dataclass(value):
         return _Object
     if not _holds_tensors(value):
-        return None if is_empty_object(value) else _LookedAtObject
+        return None if python_objects.is_empty_object(value) else _LookedAtObject
     if _is_wrapped_mapping(value):
         return _Mapping
     return _Object if isinstance(value, Mapping) else None
@@ -232,8 +225,8 @@ def _flatten(
             keys = [pytree.SequenceKey(place) for place in range(len(children))]
     elif _is_wrapped_mapping(value) and kind_of(value) is _Mapping:
         kind, (keys, children, context) = _Mapping, _take_mapping_apart(value)
-    elif (base := builtin_base_of(type(value))) is not None and (kind := kind_of(value)) is not None:
-        keys, children, context = take_apart(value, base)
+    elif (base := python_objects.builtin_base_of(type(value))) is not None and (kind := kind_of(value)) is not None:
+        keys, children, context = python_objects.take_apart(value, base)
         if kind is _LookedAtObject:
             context = _LookedAtParts(context, value)
     else:
@@ -291,7 +284,7 @@ def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
             return [tree[name] for name in names]
     elif type(tree) is wanted or are_plain_tuples:
         if spec.type is _Object:
-            _, children, context = take_apart(tree, spec.context.base)
+            _, children, context = python_objects.take_apart(tree, spec.context.base)
         elif spec.type is _Mapping:
             _, children, context = _take_mapping_apart(tree)
         else:
@@ -357,7 +350,9 @@ def _fields_of(spec: pytree.TreeSpec) -> list[Any] | None:
 @contextlib.contextmanager
 def preserve_objects(spec: pytree.TreeSpec) -> Iterator[None]:
     """A block that restores the containers in looked-at objects of inputs of this structure at its end."""
-    before = [(inside, copy.copy(inside)) for value in _looked_at_in(spec) for inside in containers_in(value)]
+    before = [
+        (inside, copy.copy(inside)) for value in _looked_at_in(spec) for inside in python_objects.containers_in(value)
+    ]
     try:
         yield
     finally:

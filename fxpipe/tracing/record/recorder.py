@@ -38,22 +38,8 @@ from fxpipe._torch.modes import without_torch_function
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
 from fxpipe._torch.tensor_data import StorageNumbers, storage_address
 from fxpipe._torch.thread_state import ThreadState
+from fxpipe.tracing import forward_rng, model_state
 from fxpipe.tracing.fake_tensors import is_faked
-from fxpipe.tracing.forward_rng import (
-    DrawStream,
-    generator_states,
-    is_draw_of_numbers,
-    might_draw,
-    same_generator_states,
-)
-from fxpipe.tracing.model_state import (
-    allow_writes,
-    container_tensors,
-    is_fixed,
-    python_rng_state,
-    same_python_rng_state,
-    slots_of,
-)
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
 from fxpipe.tracing.record.python_reads import PythonReads
 from fxpipe.tracing.record.recorded_sizes import MEMORY, RECORDED, TEXTS, SizeRecorder, disguised_text, unwrap_sizes
@@ -134,13 +120,13 @@ class TensorNames:
     """The names under which a graph reads tensors that it did not create: of the model, and constants, kept alive."""
 
     def __init__(self, model: nn.Module, held: Mapping[str, torch.Tensor]):
-        slots = slots_of(model)
+        slots = model_state.slots_of(model)
         self._own: dict[int, str] = {}
         # A shared tensor gets the name of the parameter, which optimizers and `state_dict` use.
         for slot, tensor in sorted(slots.items(), key=lambda item: item[0].kind != "parameter"):
             self._own.setdefault(id(tensor), slot.name)
         self._others: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, tensor in (*container_tensors(model).items(), *held.items()):
+        for name, tensor in (*model_state.container_tensors(model).items(), *held.items()):
             self._others.setdefault(id(tensor), (name, tensor))
         taken = {slot.name for slot in slots}.union(name for name, _ in self._others.values())
         self._free = (name for n in itertools.count() if (name := f"constant_{n}") not in taken)
@@ -180,10 +166,10 @@ class RandomRecorder:
 
     def __init__(self, recorder: Recorder, seed: int):
         self.recorder = recorder
-        self.seed, self.stream = seed, DrawStream(seed)
+        self.seed, self.stream = seed, forward_rng.DrawStream(seed)
         self.draws_from_stream: list[bool] = []  # for each draw, whether it came from the stream
         self.python_modules: set[str] = set()  # paths of modules that draw Python's random numbers
-        self._python_state = python_rng_state()
+        self._python_state = model_state.python_rng_state()
         self.seed_of_generator = comparison_seed()  # seeds torch's generator in forward, to detect seeding there
         self._draw_starts = set[tuple[bytes, str]]()  # generator states in which a draw has begun
 
@@ -192,8 +178,8 @@ class RandomRecorder:
 
         `in_node`: they were drawn in an opaque call, which repeats them in each step.
         """
-        before, self._python_state = self._python_state, python_rng_state()
-        has_drawn = not same_python_rng_state(before, self._python_state)
+        before, self._python_state = self._python_state, model_state.python_rng_state()
+        has_drawn = not model_state.same_python_rng_state(before, self._python_state)
         if has_drawn and not in_node:
             self.python_modules.add(self.recorder.module)
         return has_drawn
@@ -242,7 +228,7 @@ class Recorder(TorchFunctionMode):
         # The place of the first tensor that forward formats: module, line, number of its calls before.
         self.first_text: tuple[str, str, int] | None = None
         # True if forward has read which tensors require grad, or may write to those that do not.
-        self.asks_for_gradients = not all(map(is_fixed, model.parameters()))
+        self.asks_for_gradients = not all(map(model_state.is_fixed, model.parameters()))
         self.has_hooks = self.uses_unknown = False  # True if a hook ran as a node; if forward used an unknown tensor
         self.hides_sequences = False  # True if lists or tuples of modules kept whole are hidden from forward
         self.writes_frozen = False  # True if forward writes to a frozen parameter, which only another recording can do
@@ -263,7 +249,9 @@ class Recorder(TorchFunctionMode):
         self._forgetting = NoSavedTensors()
         self.names = TensorNames(model, held or {})
         self.attribute_nodes: dict[str, fx.Node] = {}  # by name of the tensor
-        fixed = [(p, name) for name, p in model.named_parameters() if p.layout == torch.strided and is_fixed(p)]
+        fixed = [
+            (p, name) for name, p in model.named_parameters() if p.layout == torch.strided and model_state.is_fixed(p)
+        ]
         self._parameters = {storage_address(p): name for p, name in fixed}
         self._default_dtype = torch.get_default_dtype()
 
@@ -465,20 +453,20 @@ class Recorder(TorchFunctionMode):
             node = self.add("call_function", operator.setitem, node_args, node_kwargs)
         else:
             node = self._call(func, name, node_args, node_kwargs)
-            if random and is_draw_of_numbers(args, kwargs, result):
+            if random and forward_rng.is_draw_of_numbers(args, kwargs, result):
                 is_draw = result.numel() == 1
                 self.random.draws_from_stream.append(is_draw)
             if is_draw:
                 result = self.random.stream.take(lambda: func(*args, **kwargs))
             self.keep(result, node)
-        if random or might_draw(func, args, kwargs, result):
+        if random or forward_rng.might_draw(func, args, kwargs, result):
             update_info(node, rng=RandomDraws(is_scalar=is_draw))
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """Returns the result of a function, and whether it drew random numbers. Recording is paused meanwhile."""
         with self.pause():  # a custom op applies autograd.Functions
-            seed, before = torch.default_generator.initial_seed(), generator_states()
+            seed, before = torch.default_generator.initial_seed(), forward_rng.generator_states()
             versions = [(t, version_of(t)) for t in tensors_in((args, kwargs)) if not t.is_inference()]
             with saving_block_for(func, self._forgetting):
                 result = self._plainly(func, args, kwargs)
@@ -486,7 +474,7 @@ class Recorder(TorchFunctionMode):
             for tensor in filter(self.knows, changed):
                 self.registry.expect_backward(tensor)
             self._changed = frozenset(map(self.registry.storages.name, changed))
-            random = not same_generator_states(before, generator_states())
+            random = not forward_rng.same_generator_states(before, forward_rng.generator_states())
             if random:
                 self.random.refuse_seeding(seed, before)
             return result, random
@@ -531,12 +519,12 @@ class Recorder(TorchFunctionMode):
             self.opaque.known_tensors += [t for t in tensors if self.knows(t) or self.names.own(t)]
         if tensors and not self.runs_opaque:
             return self._plainly(func, args, kwargs)
-        before = generator_states()
+        before = forward_rng.generator_states()
         result = self._plainly(func, args, kwargs)
-        if not same_generator_states(before, generator_states()):
+        if not forward_rng.same_generator_states(before, forward_rng.generator_states()):
             if self.opaque is not None:
                 self.opaque.has_drawn = True
-            if is_draw_of_numbers(args, kwargs, result):
+            if forward_rng.is_draw_of_numbers(args, kwargs, result):
                 self.random.draws_from_stream.append(False)
         return result
 
@@ -631,7 +619,7 @@ class Recorder(TorchFunctionMode):
     def refusal_of_write(self, parameter: torch.Tensor, name: str | None) -> tuple[str, str, bool]:
         """Returns the refusal of a write to a parameter. If it is frozen, another recording takes it as a buffer."""
         if _is_frozen(parameter):
-            allow_writes(self.model)
+            model_state.allow_writes(self.model)
             self.writes_frozen = True
         return (
             f"writes to the parameter {name!r}",

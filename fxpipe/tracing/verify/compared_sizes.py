@@ -42,16 +42,8 @@ from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.observed_shapes import observe_graph, observed_tensors, resized
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
+from fxpipe.tracing.verify import equivalence
 from fxpipe.tracing.verify.effects import Effects, running_statistics
-from fxpipe.tracing.verify.equivalence import (
-    FEWEST_SAMPLES,
-    check_training_equivalence,
-    compare_runs,
-    excuse_reads,
-    is_roughly_close,
-    sample_within_guards,
-    take_samples,
-)
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.pytree import flatten
@@ -107,7 +99,7 @@ def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] =
     """Compares graph and model at sizes at which reads do not hold: most branches for one sample make no difference."""
     for size in sizes:
         if size <= traced.batch_of(leaves) and not traced.holds_at(size):
-            excuse_reads(traced, leaves, size)
+            equivalence.excuse_reads(traced, leaves, size)
 
 
 def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
@@ -138,12 +130,12 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
             if isinstance(how, int):
                 joined.append(torch.cat(values, how))
             elif how is None:
-                is_same = all(is_roughly_close(values[0], value) for value in values)
+                is_same = all(equivalence.is_roughly_close(values[0], value) for value in values)
                 joined.append(values[0] if is_same else _DIFFERENT)
             else:
                 weighted = [v * w for v, w in zip(values, weights, strict=True)] if how == "mean" else values
                 joined.append(sum(weighted[1:], weighted[0]))
-        if not all(map(is_roughly_close, _outputs(whole, want), _outputs(parts, joined))):
+        if not all(map(equivalence.is_roughly_close, _outputs(whole, want), _outputs(parts, joined))):
             return False
     return True
 
@@ -338,8 +330,8 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
     batch = traced.batch_of(sample)
     failing = traced.failing_conditions(batch, lengths)
     try:
-        compare_runs(traced, sample)
-        check_training_equivalence(traced, sample)
+        equivalence.compare_runs(traced, sample)
+        equivalence.check_training_equivalence(traced, sample)
     except TraceError as error:
         if failing:
             return False
@@ -368,11 +360,11 @@ def _sample_of(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[
     All of forward's conditions on sizes must hold; conditions of torch need not.
     """
     reads = (*traced.batch_conditions, *traced.mini_batch_conditions)
-    for batch in dict.fromkeys((min(FEWEST_SAMPLES, traced.batch_of(leaves)), traced.batch_of(leaves))):
+    for batch in dict.fromkeys((min(equivalence.FEWEST_SAMPLES, traced.batch_of(leaves)), traced.batch_of(leaves))):
         failing = traced.failing_conditions(batch, lengths)
         if not all(one.is_of_torch for one in failing) or not all(read.holds(batch) for read in reads):
             continue
-        sample = resize(traced, take_samples(traced, leaves, 0, batch), lengths)
+        sample = resize(traced, equivalence.take_samples(traced, leaves, 0, batch), lengths)
         if traced.guards_hold(sample, traced.seed):
             return sample
     return None
@@ -390,11 +382,11 @@ def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, A
         return False
     with checking_mode(traced, args, kwargs) as leaves:
         for size in () if is_faked() else sizes:
-            sample = sample_within_guards(traced, leaves, size)
+            sample = equivalence.sample_within_guards(traced, leaves, size)
             if sample is None:
                 continue  # forward branches on the mini-batch, and fewer samples would change the branch
             try:
-                compare_runs(traced, sample, all(read.holds(size) for read in traced.mini_batch_conditions))
+                equivalence.compare_runs(traced, sample, all(read.holds(size) for read in traced.mini_batch_conditions))
             except Exception:  # the model may raise as well
                 return False
     return True

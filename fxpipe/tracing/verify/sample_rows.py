@@ -41,13 +41,7 @@ from fxpipe.tracing.node_info import dependencies_of, info, state_of
 from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError, base_opname
 from fxpipe.tracing.shapes.output_dims import InputValues, shared_values, with_out_dims
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
-from fxpipe.tracing.verify.compared_sizes import (
-    MADE_DETERMINISTIC,
-    can_run_deterministically,
-    excuse_sizes,
-    opened,
-    run_deterministic_node,
-)
+from fxpipe.tracing.verify import compared_sizes
 from fxpipe.tracing.verify.equivalence import is_close, take_samples
 from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
 
@@ -176,7 +170,7 @@ def _refusal_of(traced: Traced, leaves: Sequence[Any], chunks: int) -> tuple[_Re
     # A few samples prove nothing about more if forward treats few differently: `min(len(x), 4)`.
     asked = {*own, batch, SAMPLES - 1, SAMPLES} - {1}
     shows_less = not all(read.holds(size) for read in traced.batch_conditions for size in asked)
-    excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
+    compared_sizes.excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
     if shows_less and len(own) > 1 and _holds_at(traced, own) and (refusal := _refusal(traced, leaves, own, claims)):
         return refusal, False
     few: list[tuple[int, ...]] = [(1, SAMPLES - 1), (SAMPLES // 2,) * 2]
@@ -196,7 +190,7 @@ def _refusal_of(traced: Traced, leaves: Sequence[Any], chunks: int) -> tuple[_Re
         if refusal is None:
             return None, parts == few[0]
         first = first or (refusal if refusal.joins else None)
-        if refusal.has_run and (parts[0] > 1 or not can_run_deterministically(traced)):
+        if refusal.has_run and (parts[0] > 1 or not compared_sizes.can_run_deterministically(traced)):
             break  # even micro-batches would need a comparison in each step
     return first or refusal, splits[0] == few[0]
 
@@ -360,7 +354,7 @@ class _SideBySide(_Findings):
         parameter = tensor.detach()
         if is_parameter and self.mode != "plain":
             if node not in self.parameters:
-                self.parameters[node] = opened(parameter)
+                self.parameters[node] = compared_sizes.opened(parameter)
             parameter = self.parameters[node]
         held = [parameter if is_parameter else parameter.clone() for _ in self.samples]
         return [one.detach().requires_grad_(self.has_python and tensor.requires_grad) for one in held]
@@ -382,7 +376,7 @@ class _SideBySide(_Findings):
         return [_copied(self._call(node, 0)) for _ in self.samples]
 
     def _results(self, node: fx.Node) -> list[Any]:
-        if not info(node).is_random or node.target in MADE_DETERMINISTIC:
+        if not info(node).is_random or node.target in compared_sizes.MADE_DETERMINISTIC:
             results = [self._call(node, k) for k in range(len(self.samples))]
             if info(node).is_random and self.is_noisy:  # else a value less the same value after dropout is always 0
                 for tensor in _tensors(results):
@@ -402,7 +396,7 @@ class _SideBySide(_Findings):
     def _call(self, node: fx.Node, k: int, changed: Callable[[fx.Node], Any] | None = None) -> Any:
         """Runs a node on the whole (k = 0) or on part k."""
         with set_thread_state(state_of(node)), torch.set_grad_enabled(self.has_python and state_of(node).grad):
-            return run_deterministic_node(node, changed or (lambda source: self.values[source][k]))
+            return compared_sizes.run_deterministic_node(node, changed or (lambda source: self.values[source][k]))
 
     def _made_of(self, node: fx.Node, changed: dict[fx.Node, Any]) -> list[torch.Tensor]:
         """Runs a node on the whole again with changed arguments; returns its tensors, or the target that it writes."""
