@@ -55,10 +55,7 @@ def gradients_of(
 
 
 def gradient_edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """Returns `get_gradient_edge`, in a third of the time if a function of torch has made the tensor.
-
-    Raises `InternalError` if the edge of a leaf does not lead to its gradient.
-    """
+    """Returns `get_gradient_edge`, but faster. Raises `InternalError` if the gradient of a leaf would be lost."""
     node = tensor.grad_fn
     # A leaf; or a Python node, which does not own its graph; or Python nodes cannot be recognized.
     if node is None or _PythonNode is None or isinstance(node, _PythonNode):
@@ -141,10 +138,9 @@ class _GraphEntry(torch.autograd.Function):
 
 
 def graph_entry(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Returns the tensors as outputs of one node that saves nothing and whose backward raises.
+    """Returns the tensors as outputs of one node that saves nothing and whose backward raises. One requires grad.
 
-    At least one tensor requires grad. The node is torch's guard for functions that are differentiable only once. If
-    torch lacks it, a three times slower `autograd.Function` is used.
+    The node is torch's guard for functions that are differentiable only once; an `autograd.Function` is slower.
     """
     make: Any = _GraphEntry.apply if _DelayedError is None else _DelayedError(_ENTRY_MESSAGE, len(tensors))
     outputs: Sequence[torch.Tensor] = make(*tensors)
@@ -167,10 +163,7 @@ stage_backward = _StageBackward()
 
 
 def refuse_other_backwards(tensors: Iterable[Any]) -> None:
-    """Makes every backward through these tensors raise `StateError`, except the backward of their stage.
-
-    Otherwise torch would report a second backward, or add gradients to copies of the parameters.
-    """
+    """Makes every backward through these tensors, except the backward of their stage, raise `StateError`."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(_check_backward)
@@ -182,10 +175,7 @@ def _check_backward(gradient: torch.Tensor) -> None:
 
 
 def output_shape(node: Any, number: int) -> torch.Size | None:
-    """Returns the shape of an output of the function whose backward `node` is; None if it has no such output.
-
-    Raises `TorchVersionError` if nodes have no input metadata.
-    """
+    """Returns the shape of an output of the function whose backward `node` is; None if it has no such output."""
     try:
         outputs = node._input_metadata  # the node's inputs are the gradients of these outputs
     except AttributeError as error:

@@ -135,7 +135,7 @@ def is_in_functorch_transform() -> bool:
 def intercept_vmap(call: Callable[..., Any]) -> Iterator[None]:
     """A block in which each call of vmap, in all threads, runs `call(vmap, function, *arguments, **kwargs)`.
 
-    `vmap` is torch's implementation. It takes the function, four settings of vmap, and the arguments of the function.
+    `vmap` takes the function, four settings, and the arguments of the function.
     """
     plain = optional_name("torch._functorch.apis", "vmap_impl")
     if plain is None:

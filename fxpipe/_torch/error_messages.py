@@ -12,10 +12,9 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # 
 
 
 def has_no_way_back(error: RuntimeError) -> bool:
-    """Returns True if torch raises this because a function has no backward in any training step.
+    """Returns True if torch raises this because a function has no derivative, or forward has mutated values it needs.
 
-    It has no derivative, or forward has mutated values that its backward needs. Planning, which runs the backward of
-    every node, assigns it no cost: the model may be for evaluation only.
+    Planning assigns its backward no cost: the model may be for evaluation only.
     """
     texts = ("modified by an inplace operation", "derivative for aten::")
     return isinstance(error, NotImplementedError) or any(text in str(error) for text in texts)

@@ -27,10 +27,7 @@ LOGGER = "torch._subclasses.fake_tensor"  # logs, with a stack, operations that 
 
 
 def first_expression(size: Any) -> Any:
-    """Returns the original expression of a symbolic size, which does not change when symbols are found to be equal.
-
-    Without `SymNode._expr` it is the current expression.
-    """
+    """Returns the expression of a symbolic size before symbols were found to be equal, if torch has it."""
     try:
         return size.node._expr
     except AttributeError:

@@ -19,10 +19,7 @@ _PRE_HOOKS, _POST_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hoo
 def part_of_optimizer(
     optimizer: torch.optim.Optimizer, optimizer_class: type[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Creates an optimizer of these groups, which shares all other attributes with `optimizer`, including the state.
-
-    It has no hooks: the hooks of `optimizer` expect all of its parameters.
-    """
+    """Creates an optimizer of these groups that shares the state and all else with `optimizer`, except the hooks."""
     part = object.__new__(optimizer_class)
     part.__dict__.update(optimizer.__dict__)
     part.__dict__.update({_PRE_HOOKS: OrderedDict(), _POST_HOOKS: OrderedDict(), "param_groups": list(groups)})

@@ -2,11 +2,10 @@
 
     costs = fxpipe.profile(traced, (x,), micro_batch=4)
     print(costs)            # every node: milliseconds forward and backward, bytes as formulas such as 100352*b
-    costs.seconds           # one number for each node, which partitioning balances
 
-`memory` and `formulas` compute bytes and FLOPs for every batch size. `node_timing` measures the seconds of each node at
-two micro-batch sizes; `formulas` splits them into a fixed cost and a cost per sample. Without values (meta or fake
-tensors), seconds are estimated for hardware known by name, from the operations of each node (`probe`, `flops`).
+`memory` counts bytes and FLOPs for every batch size. `node_timing` measures the seconds of each node at two sizes of
+micro-batches; `formulas` splits them into a fixed cost and a cost per sample. Without values (meta or fake tensors),
+seconds are estimated for hardware known by name, from the operations of each node (`probe`, `flops`).
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 Nodes wait until the forwards have created `WINDOW_BYTES` bytes, or copied parameters take too much memory; then all run
 backward, the last first. Directly after their forwards small nodes would take up to twice as long, since their code is
-cold, and large nodes too little, since their values are still in caches.
-
-A node with inputs and parameters runs backward twice: to all of them, and to its inputs alone, after the first pass of
-all nodes. A node that takes long, for which warm caches matter little, runs backward over one graph.
+cold, and large nodes too little. A node with inputs and parameters runs backward twice: to all of them, and to its
+inputs alone.
 """
 
 from __future__ import annotations
@@ -196,10 +194,7 @@ _SIDES = (256, 512, 1024, 2048, 4096)
 
 
 class HeadStart:
-    """Work that keeps a device busy while the host queues the timed work.
-
-    It multiplies small matrices, to leave the caches alone, with `out=`, which autocast ignores.
-    """
+    """Products of small matrices that keep a device busy while the host queues the timed work."""
 
     def __init__(self, device: torch.device):
         self._device, stream = device, accelerator.current_stream(device)

@@ -2,12 +2,8 @@
 
 An operation takes as long as its arithmetic, its memory traffic or its launch, whichever is longest (Williams,
 Waterman and Patterson, Roofline: an insightful visual performance model, CACM 52(4), 2009; the launch is a third roof).
-Arithmetic is at the rate of the compute dtype, with autocast and TF32; traffic is each tensor read or written, once.
-`Hardware` gives the achievable share of its peaks. Caches, and kernels that other devices would choose, are not
-modelled.
-
-A multiplication with its addition counts 2; elementwise work (sums, norms, activations) counts 0. Most formulas are
-from `torch.utils.flop_counter`; this module adds the missing ones.
+Arithmetic is at the rate of the compute dtype; traffic is each tensor read or written, once. Caches, and kernels that
+other devices would choose, are not modelled. A multiplication with its addition counts 2, elementwise work 0.
 """
 
 from __future__ import annotations
@@ -75,7 +71,7 @@ NO_OPERATIONS = NodeOperations()
 
 @functools.lru_cache(maxsize=4096)
 def work_of(by_size: tuple[tuple[SizePoint, NodeOperations], ...], here: SizePoint) -> NodeWork:
-    """Fits formulas to the operations at several numbers of samples and dynamic sizes; they are exact for `here`.
+    """Fits formulas, exact for `here`, to the operations at several numbers of samples and dynamic sizes.
 
     Sizes at which other operations ran are ignored. Counts known at one size only are taken to grow with the batch.
     """

@@ -30,10 +30,7 @@ from fxpipe.utils.polynomial_bound import polynomial_bound
 
 
 def parameter_bytes(traced: Traced) -> dict[fx.Node, sympy.Expr]:
-    """Computes for each working node the bytes of parameters, buffers and constants that no earlier node uses.
-
-    Every tensor of the model has one `get_attr` node, whatever its names, so a tied weight counts once.
-    """
+    """Computes for each working node the bytes of parameters, buffers and constants that no earlier node uses."""
     counted: set[fx.Node] = set()
     bytes_of = {}
     for node in traced.nodes:
@@ -70,10 +67,7 @@ def _node_bytes(node: fx.Node) -> sympy.Expr:
 
 @functools.lru_cache(maxsize=4096)
 def size_polynomial(formula: sympy.Expr, batch: sympy.Symbol, samples: int, lengths: Lengths = ()) -> Polynomial:
-    """Returns a formula as a polynomial, which is exact for these sizes.
-
-    A size that depends on values (nonzero) counts as 0.
-    """
+    """Returns a formula as a polynomial, exact for these sizes. A size that depends on values (nonzero) counts as 0."""
     symbols = (batch, *(symbol for symbol, _ in lengths))
     formula = formula.xreplace(dict.fromkeys(formula.free_symbols - {*symbols}, sympy.Integer(0)))
     here, point = bytes_at(formula, batch, samples, lengths), size_point(samples, lengths)

@@ -5,17 +5,12 @@ sizes it also runs at some of these: each size alone, then combinations of the s
 
     size s
       │   ·  ·           These give all terms of counts that grow with b and s**2, b*s**2 too.
-      │   ·
-      │   ·  ·
       │   ·  ·     ●     planned
       └───┴──┴─────┴── samples
 
 The first run observes which storages are saved. Their bytes are the formula of a shape if they belong to a value, else
-they are fitted to the counts (`fit_counts`). In the other runs on fake tensors or a CPU one node of each kind runs; a
-run that depends on values is repeated with all nodes.
-
-Not exact: other micro-batches for which views become copies or other kernels run; workspaces that a library allocates
-in steps; a view copied to another device; tensors that a function keeps outside of autograd and of its context.
+they are fitted to the counts (`fit_counts`). Not exact: other micro-batches for which views become copies or other
+kernels run; workspaces that a library allocates in steps; tensors that a function keeps outside of autograd.
 """
 
 from __future__ import annotations
@@ -239,10 +234,7 @@ class _SizeRuns:
             return observe_storages(self.traced, self.effects, sample, False, self.keeps_outputs)
 
     def _run_at_other_lengths(self, batches: Sequence[int]) -> None:
-        """Runs at other dynamic sizes, with few samples: each size alone, then combinations.
-
-        `batches`: numbers of samples at which it has run, ascending.
-        """
+        """Runs at other dynamic sizes: each alone, then combined. `batches`: samples of earlier runs, ascending."""
         few = batches[0]
         axes: list[list[tuple[sympy.Symbol, int]]] = []  # for each size the values that its counts need
         for symbol, size in self.lengths:

@@ -47,10 +47,7 @@ def kind_of_node(
     values: Mapping[fx.Node, NodeValue],
     written: Collection[fx.Node] = (),
 ) -> Hashable:
-    """Returns a key that is equal for nodes with the same cost; `arguments` are the arguments of its call.
-
-    `written`: the inputs whose memory it changes; several if they share it.
-    """
+    """Returns a key that is equal for nodes with the same cost. `written`: the inputs whose memory the node changes."""
     args = fx.map_arg(arguments, lambda n: map_tensors_in(TensorSignature.of, values[n]))
     function = _module_kind(traced, node) if info(node).opaque_module is not None else function_key(node.target)
     changed = tuple(place for place, n in enumerate(node.all_input_nodes) if n in written)

@@ -1,21 +1,18 @@
 """Measures the seconds of every node of a graph, forward and backward.
 
 The graph runs in rounds. In each round every value is detached from its node, so each node has a separate autograd
-graph and can run backward alone:
+graph and can run backward alone, as one of a sequence (`backward_timing`):
 
         values, detached ──▶ node ──▶ its value ──▶ detached ──▶ next node
               ▲                           │
               └── autograd.grad (ones) ◀──┘
 
-A sequence of nodes runs forward and then backward (`backward_timing`), as in a step. A tensor of the model is on the
-device only between its first and its last user, so a model that fits no single device can be measured on one.
+A tensor of the model is on the device only between its first and its last user. The first sample of a kind of nodes
+warms up and is dropped. A kind has enough samples if they agree, or if the budget is spent. A node that writes to its
+inputs gets copies while it is timed, and then runs again, without gradients, on the values.
 
-The first sample of a kind of nodes warms up and is dropped. A kind has enough samples if they agree, or if the budget
-is spent; its nodes then only compute their values. A node that writes to its inputs gets copies while it is timed, and
-then runs again, without gradients, on the values.
-
-Two costs belong to no single node. Summing the gradients of a value with several users counts for all users but the
-last; summing a parameter's gradients over micro-batches counts for the node that uses the parameter.
+Summing the gradients of a value with several users counts for all users but the last; summing a parameter's gradients
+over micro-batches counts for the node that uses the parameter.
 """
 
 from __future__ import annotations
@@ -80,10 +77,7 @@ class NodeTiming:
 
 @dataclass(slots=True)
 class TimingSamples:
-    """Seconds of one kind of node. Noise only makes samples longer, so the median is used.
-
-    Backward runs to all tensors that require grad, and again only to those that are not parameters.
-    """
+    """Seconds of one kind of node: backward to all tensors that require grad, and again only to those of inputs."""
 
     is_warm: bool  # keep the next sample
     needs_one: bool  # one sample is enough

@@ -1,11 +1,8 @@
 """Counts one node: its FLOPs, its temporary memory and its operations, forward and backward.
 
-The node runs forward and backward on detached values under a dispatch mode, which counts the FLOPs of each operation,
-and the bytes of new storages. On an accelerator the allocator's peak is used, which includes the workspaces of kernels;
-this resets the peak that users read (`max_memory_allocated`).
-
-    forward  ──▶  temporary: peak bytes, less the bytes that remain at the end (outputs, saved tensors)
-    backward ──▶  temporary: peak bytes, less the gradients of its inputs
+A dispatch mode counts the FLOPs of each operation, and the bytes of new storages. On an accelerator the peak of the
+allocator is used, with the workspaces of kernels; this resets the peak that users read (`max_memory_allocated`).
+Temporary are the peak bytes less the bytes that remain at the end (outputs, saved tensors, gradients of its inputs).
 """
 
 from __future__ import annotations
@@ -115,10 +112,7 @@ def detached_alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts FLOPs, and bytes of new storages, between `begin` and `end`, and records the operations.
-
-    `device`: peak bytes are read from the allocator of this device.
-    """
+    """Counts FLOPs and bytes of new storages, by the allocator of `device` if given, and records the operations."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()

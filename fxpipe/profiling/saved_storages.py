@@ -7,10 +7,7 @@ A saved tensor keeps its full storage, which counts once for any number of saved
     y = a * g.sigmoid()        saves a, g.sigmoid() and, for sigmoid, its result again: two storages, h and the sigmoid
 
 A storage belongs to the node whose value contains it, or else (statistics of a norm, a dropout mask, casts under
-autocast) to the node that saves it. Tensors of the model do not count. The hooks keep no tensors, so the run needs the
-memory of a forward without gradients.
-
-One node of each kind also runs separately, forward and backward (`probe`).
+autocast) to the node that saves it. Tensors of the model do not count. The hooks keep no tensors.
 """
 
 from __future__ import annotations

@@ -10,11 +10,8 @@ becomes, with the same bits of `y`,
     mean, var = zeros_like(running_mean), zeros_like(running_var)
     y = F.batch_norm(x, mean, var, weight, bias, True, 1.0, eps)
 
-With a momentum of 1 the kernel writes the statistics of `x` to `mean` and `var`. Together with the number of values
-they are outputs of F; the runtime combines them over micro-batches when the step ends without an error.
-`num_batches_tracked` counts mini-batches. Batch norm in an opaque call is intercepted when it runs.
-
-torchgpipe (C. Kim et al., arXiv 2004.09910, 2020) replaces each `nn.BatchNorm2d`, with a second pass over the input.
+With a momentum of 1 the kernel writes the statistics of `x` to `mean` and `var`. With the number of values they are
+outputs of F; the runtime combines them when the step ends without an error. Opaque calls are intercepted when they run.
 """
 
 from __future__ import annotations
@@ -141,10 +138,7 @@ def defer_batch_norm(function: Callable[..., Any], names: tuple[str, str]) -> Ca
 
 
 def defer_in_opaque_call(function: Callable[..., Any], node: fx.Node) -> Callable[..., Any]:
-    """Wraps an opaque `function`: it also returns, last, the statistics of the batch norm in it.
-
-    The arguments of the call are the tensors of its module, then its inputs.
-    """
+    """Wraps an opaque `function`: it also returns, last, the statistics of the batch norm in it."""
     arguments = [argument for group in node.args for argument in group]  # type: ignore[union-attr]
     names = [str(a.target) if isinstance(a, fx.Node) and a.op == "get_attr" else None for a in arguments]
 

@@ -1,14 +1,12 @@
 """Random nodes of a stage, seeded by a mix of the seeds of step and micro-batch and the ordinal of the node.
 
-So a node's numbers do not depend on cut, schedule or timing, and recomputation draws the same numbers without saved
-state. They are bit for bit those that torch's generator gives after `manual_seed` with that seed. But torch's generator
-belongs to the process, where other stages run at the same time. So, in order of preference:
+So a node's numbers do not depend on cut, schedule or timing, and recomputation draws the same numbers. They are bit for
+bit those of torch's generator after `manual_seed`, which other stages use at the same time. In order of preference:
 
 1. A function that takes `generator=` gets a generator of the thread.
 2. On a CPU, dropout, attention and RNNs are reimplemented with such a generator (`RNG_KERNELS`); RNNs also on a GPU.
 3. Torch's other functions draw from torch's generator, which has the state of the thread's generator during the call.
-4. So do functions outside torch: custom operators, and opaque Python, which may read or seed the generator.
-   Checkpoints in it (`torch.utils.checkpoint`) become plain calls.
+4. So do custom operators and opaque Python, where checkpoints (`torch.utils.checkpoint`) become plain calls.
 
 In 3 and 4 a stage waits while another uses the same generator: on a GPU only while kernels are queued.
 """
@@ -63,10 +61,7 @@ def seeded_generator(device: torch.device, ordinal: int) -> torch.Generator:
 def seeded_function(
     ordinal: int, function: Callable[..., Any] | str, device: torch.device, python_rng: bool = False
 ) -> Callable[..., Any]:
-    """Wraps `function` (or the method of that name) to draw by the seed of the running micro-batch.
-
-    `device` is the device of the stage. `python_rng`: it also draws from Python's and numpy's generators.
-    """
+    """Wraps `function` (or the method of that name) to draw by the seed of the running micro-batch."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (

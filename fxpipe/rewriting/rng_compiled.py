@@ -1,12 +1,9 @@
 """Code for `torch.compile`, without nodes that it does not support.
 
-It does not support generators of random nodes. Dropout multiplies by noise from a custom operator, which draws when the
-code runs. The compiler sees neither seed nor generator, so its graph neither breaks nor changes from step to step; on a
-CPU the numbers are the same as without compilation. All other random nodes run uncompiled, between two graphs. The
-operator's tag keeps the compiler from recomputing the noise in backward, when another micro-batch may be running.
-
-A forward that continues as Python (`record.graph_break`) also runs uncompiled: results replace calls of modules there,
-in a way that the compiler does not respect.
+It does not support generators. Dropout multiplies by noise from a custom operator, which draws when the code runs, so
+the compiler's graph neither breaks nor changes from step to step. All other random nodes run uncompiled, and so does a
+forward that continues as Python (`record.graph_break`). The operator's tag keeps the compiler from recomputing the
+noise in backward, when another micro-batch may be running.
 """
 
 from __future__ import annotations

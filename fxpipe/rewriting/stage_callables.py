@@ -79,10 +79,7 @@ def _failing_node(code: fx.GraphModule, error: BaseException) -> str:
 
 
 def _serialized(code: StageFunction, attributes: int, dynamic: Mapping[int, tuple[int, ...]]) -> StageFunction:
-    """Returns compiled code that compiles only while no other does.
-
-    `dynamic`: by place among the arguments, dimensions to compile for any size.
-    """
+    """Returns code that compiles only while no other does. `dynamic`: by argument, the dimensions of any size."""
     seen = set[Hashable]()
 
     def call(*args: Any) -> tuple[Any, ...]:

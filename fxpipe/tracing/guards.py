@@ -3,9 +3,7 @@
 A read that depends only on inputs, buffers or parameters is repeated in every step, on the whole mini-batch, like in
 the plain model; another value needs another graph. Guards never run per micro-batch: micro-batches may give different
 values although one graph is right for all. A read is unknown before the step if it depends on both inputs and
-parameters, or on a buffer that forward changes. A read of constants needs no guard.
-
-`extract_guards` moves the reads and their dependencies from the graph to a separate program.
+parameters, or on a buffer that forward changes. `extract_guards` moves the reads to a separate program.
 """
 
 from __future__ import annotations
@@ -131,10 +129,7 @@ class Guards:
 
 
 def refuse_unguardable(traced: Traced) -> None:
-    """Raises `CannotRecord` if a value that was read is unknown before a step; names the modules to keep whole.
-
-    Called after recording, and again when data-dependent sizes are known.
-    """
+    """Raises `CannotRecord`, with the modules to keep whole, if a value that was read is unknown before a step."""
     for node in traced.graph.nodes:  # a forward with a graph break may read values of the samples in both parts
         if info(node).is_graph_break:
             call = opaque_call_of(node)

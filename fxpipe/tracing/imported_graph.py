@@ -1,12 +1,11 @@
 """Graphs that a function of the user creates from the model: by symbolic tracing, `torch.export`, ...
 
-These are different kinds of graphs: with modules, with `aten` operators, with sizes as symbols. Instead of translating
-each, fxpipe runs the graph once on the example inputs and records it: functions only, the model's tensors by identity,
-sizes followed, random nodes detected. The nodes keep source lines and module paths.
+Instead of translating each kind of graph, fxpipe runs the graph once on the example inputs and records it: functions
+only, the model's tensors by identity, sizes followed, random nodes detected. The nodes keep source lines and paths.
 
-A graph does not show what it has lost. It may return correct outputs without the hooks and the `backward` of the model,
-or with constants of Python's random numbers and of tensors outside the model that require grad. So hooks on modules are
-refused, the model is observed while it runs, and gradients and state are compared (`verify.equivalence`).
+A graph does not show what it has lost: hooks, the `backward` of the model, Python's random numbers, tensors outside the
+model that require grad. So hooks on modules are refused, the model is observed while it runs, and gradients and state
+are compared (`verify.equivalence`).
 """
 
 from __future__ import annotations
@@ -308,10 +307,7 @@ def _observe_model(
 
 
 def _check_imported(traced: Traced, values: Sequence[Any]) -> Traced:
-    """Observes the model on the example inputs. Returns the graph with the structure of the model's output.
-
-    Raises `TraceError` if the model does something that the graph has lost, or that no graph represents.
-    """
+    """Returns the graph with the structure of the model's output. Raises `TraceError` if the graph is not the model."""
     seed, read = comparison_seed(), {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     result, generators = _observe_model(traced.model, traced.leaves, traced.in_spec, values, read, seed)
     spec = pytree.tree_structure(result)

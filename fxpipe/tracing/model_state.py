@@ -253,8 +253,7 @@ class Snapshot:
     def assigned(self, read: Collection[str]) -> dict[str, torch.Tensor]:
         """Returns the buffers and attributes that forward has set to other tensors, by name. Call it before `restore`.
 
-        `read`: names of the tensors that forward reads. Raises `CannotRecord` if forward has set something that a graph
-        cannot pass to the next step.
+        Raises `CannotRecord` if a graph cannot pass one on. `read`: names of the tensors that forward reads.
         """
         assigned: dict[str, torch.Tensor] = {}
         for slot, tensor in slots_of(self.model).items():
@@ -497,10 +496,7 @@ _HOST_PARAMETERS = {
 
 
 class HostArgumentConversion(TorchFunctionMode):
-    """A block in which functions get the arguments that they require on the CPU from there, which waits for the device.
-
-    Stages move all tensors to their device, also the lengths of a packed sequence.
-    """
+    """A block in which functions get from the CPU what they need there: stages move all tensors to their device."""
 
     has_found = False  # True if a function in a block required an argument on the CPU
 

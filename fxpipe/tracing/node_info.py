@@ -301,9 +301,6 @@ def bytes_formula(shapes: tuple[TensorShape, ...]) -> sympy.Expr:
 
 @functools.lru_cache(maxsize=4096)
 def bytes_at(formula: sympy.Expr, batch: sympy.Symbol, samples: int, lengths: Lengths = ()) -> int:
-    """Computes the bytes for `samples` samples and dynamic sizes `lengths`.
-
-    Data-dependent sizes count as 0, and so does a number of bytes that would be negative for them (a cut of a padding).
-    """
+    """Computes the bytes for these sizes, at least 0. Data-dependent sizes count as 0."""
     number = formula.xreplace({batch: sympy.Integer(samples), **{s: sympy.Integer(size) for s, size in lengths}})
     return max(0, int(number.subs(dict.fromkeys(number.free_symbols, 0))))

@@ -1,19 +1,14 @@
 """Parameters of a model that does not fit on a device: each is on the device only while it is used.
 
 A model is recorded, compared and counted on the device of its stages (`model_state.model_on`), because forward may
-depend on the device type and on values. A model that is too large is copied there parameter by parameter, from the CPU
-or from the devices of its stages.
-
-A parameter remains the same object with the same sizes and storage on the device; only the memory of the storage is
-allocated and freed. It is fetched when
+depend on the device type and on values. A parameter remains the same object with the same sizes and storage on the
+device; only the memory of the storage is allocated and freed. It is fetched when
 
 - an operator of torch receives it or a view of it, in forward or backward: a dispatch mode intercepts the operator;
 - an `autograd.Function` receives it as an argument or reads it from `ctx.saved_tensors`, or forward reads it from its
   module: it may be used by a kernel that torch does not dispatch.
 
-Other parameters are then released. Nothing is written back: forward must not write to parameters (`Snapshot`). Fake
-tensors need no memory, but have no values, which forward may read and by which graph and model are compared.
-
+Other parameters are then released. Nothing is written back: forward must not write to parameters (`Snapshot`).
 Operators wait for copies meanwhile: measure times only inside `parameters_at_home`.
 """
 

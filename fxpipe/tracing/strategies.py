@@ -3,8 +3,7 @@
 1. *Recording*: the model runs once, values that it reads become guards.
 2. Recording with the general code paths of libraries, if 1 failed.
 3. Recording with some modules kept whole: the innermost modules around the failure. If this is the model, or most of
-   it, methods that use no modules inside are kept whole first; then recording goes as far as it can, and the rest of
-   forward is one node (`graph_break`).
+   it, methods that use no modules inside are kept whole first; then the rest of forward is one node (`graph_break`).
 
 With a function (`tracer=`), its graph is the only candidate. If a graph fails one of the passes (`run_passes`), the
 next way is tried. Errors that no graph can avoid, and errors of the model itself, end the search immediately.

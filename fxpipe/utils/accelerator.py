@@ -1,10 +1,9 @@
 """Devices other than the CPU, and seeds. fxpipe calls devices only through these functions.
 
-They use torch's interface for all accelerators: `torch.accelerator`, `torch.Stream`, `torch.Event`, and functions of
-backend modules by convention (`torch.get_device_module`: memory figures, generators, names). So CUDA, ROCm, XPU and
-out-of-tree backends (PrivateUse1) run the same code. torch has one accelerator at a time; other device types, and
-backends without streams, events or generators, are refused (`missing_support`). `torch.Stream` and `torch.Event` cannot
-be mixed with `torch.cuda.Stream` and `torch.cuda.Event`. Devices have an index (`with_index`).
+They use torch's interface for all accelerators (`torch.accelerator`, `torch.Stream`, `torch.Event`), and functions of
+backend modules by convention (`torch.get_device_module`). So CUDA, ROCm, XPU and out-of-tree backends run the same
+code. torch has one accelerator at a time; other device types, and backends without streams, events or generators, are
+refused (`missing_support`). Devices have an index (`with_index`).
 """
 
 from __future__ import annotations
@@ -144,10 +143,7 @@ def set_current_device(device: torch.device) -> None:
 
 
 def current_device(device: torch.device) -> torch.accelerator.device_index:
-    """A block in which a device is current; does nothing for the CPU.
-
-    Unlike `set_device_index`, restoring the previous device creates no context on it.
-    """
+    """A block in which a device is current; does nothing for the CPU. Leaving it creates no context."""
     return torch.accelerator.device_index(None if device.type == "cpu" else device.index)
 
 
@@ -245,11 +241,7 @@ def pinned(memory: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_capture(devices: Iterable[torch.device]) -> None:
-    """Refuses to plan or to run a step while this thread captures a graph (`torch.cuda.graph`).
-
-    Only the current device and `devices`, of the pipe, are checked: a check makes a device current, which allocates
-    memory for a context there.
-    """
+    """Raises `StateError` if this thread captures a graph (`torch.cuda.graph`) on the current device or another."""
     kind = accelerator_type()
     if kind is None:
         return

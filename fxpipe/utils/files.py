@@ -18,10 +18,7 @@ from fxpipe.utils.polynomial import Polynomial, shortened
 
 
 def check_output_path(path: str | Path, formats: Sequence[str], what: str) -> str:
-    """Returns the format that the suffix of `path` names, in lower case. Writes nothing.
-
-    Raises `ArgumentError` if the suffix is not one of `formats`, `FileError` if the path cannot be written to.
-    """
+    """Returns the format of the suffix of `path`, in lower case, or raises if it is not known or cannot be written."""
     place = _as_path(path)
     known = ", ".join(f".{name}" for name in formats)
     form = place.suffix.removeprefix(".").lower()
@@ -73,10 +70,7 @@ T = TypeVar("T")
 
 
 def dataclass_to_json(value: Any, polynomial_of: Callable[[Any], Polynomial] | None = None) -> Any:
-    """Converts a dataclass to JSON values: its fields by name, or the result of its `to_json`.
-
-    `polynomial_of` converts sympy formulas to polynomials.
-    """
+    """Converts a dataclass to JSON values: its fields by name, or its `to_json`. `polynomial_of` converts formulas."""
     if polynomial_of is not None and hasattr(value, "free_symbols"):
         value = polynomial_of(value)
     if hasattr(value, "to_json"):

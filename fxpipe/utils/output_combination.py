@@ -1,14 +1,12 @@
 """Combines an output without a batch dimension, usually a loss, from reductions over micro-batches.
 
 A loss is a function of sums over samples: `total / count`, `ce / tokens + 0.1 * mse`, `mean(f) @ mean(p)`. The loss of
-the mini-batch is this function of the sums over all micro-batches. With padding it differs from the mean of the
-micro-batches' losses. So stages return the *pieces*, sums and means over samples, and the caller's thread computes the
-output once from the pieces of the mini-batch, with autograd.
+the mini-batch is this function of the sums over all micro-batches. So stages return the *pieces*, sums and means over
+samples, and the caller's thread computes the output once from the pieces of the mini-batch, with autograd.
 
 `forward_backward` runs the backward of a micro-batch before the forward of others. It then uses the micro-batch's
 share: the function of its totals, in proportion, and of the counts of the mini-batch, which are known before the step
 if they depend only on inputs (labels, masks). The shares add up to the loss if it is affine in the totals.
-`fxpipe.tracing.shapes.batch_reductions` finds the combination in a graph.
 """
 
 from __future__ import annotations

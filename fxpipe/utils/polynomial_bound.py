@@ -22,10 +22,7 @@ Sizes = tuple[sympy.Symbol, ...]
 
 
 def polynomial_bound(expression: sympy.Expr, *sizes: sympy.Symbol) -> Polynomial:
-    """Converts an expression to a polynomial, or to an upper bound if it is not a polynomial.
-
-    Raises `ArgumentError` if no bound is known, or the degree or a number is too large.
-    """
+    """Converts an expression to a polynomial or an upper bound. Raises `ArgumentError` if no bound is known."""
     try:
         bound = sympy.Poly(_polynomial_bound(sympy.sympify(expression), sizes, above=True), *sizes)
         if bound.total_degree() > MAX_DEGREE:

@@ -8,9 +8,8 @@ A pass that may take long reports its progress:
             step()
 
 Around all passes `show_phases` shows one bar: the last pass that `phase` or `progress` named, its progress, and the
-elapsed seconds, updated by a thread. A `progress` outside `show_phases` shows a separate bar. A bar appears after two
-seconds and disappears at its end. If stderr is a log, `show_phases` writes one line after two seconds. A block of
-`show_progress(False)` shows nothing. Each step is also a cancellation point (`utils.locks`).
+elapsed seconds. A bar appears after two seconds. If stderr is a log, `show_phases` writes one line after two seconds.
+Each step is also a cancellation point (`utils.locks`).
 """
 
 from __future__ import annotations

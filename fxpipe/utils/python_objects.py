@@ -117,10 +117,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def contains_any(value: Any, wanted: Callable[[Any], bool], in_functions: bool = True) -> bool:
-    """Returns True if anything inside a value is `wanted`, also in objects that cannot be taken apart.
-
-    Does not look into modules. `in_functions`: also look into closures of functions and bound objects.
-    """
+    """Returns True if anything in a value, but not in modules, is `wanted`. `in_functions`: also look into closures."""
     return any(map(wanted, _walk(value, _contents if in_functions else _data_contents)))
 
 

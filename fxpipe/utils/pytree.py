@@ -8,9 +8,8 @@ Nodes are torch's pytree nodes (tuples, lists, dicts, named tuples, registered c
 - in inputs, objects of Python classes without tensors, such as a configuration: their parts are leaves, so that changes
   are noticed, and forward gets the object itself.
 
-`fxpipe.utils.python_objects` takes objects apart. User classes are not registered: specs have node types of fxpipe for
-them, with which torch's `tree_unflatten` restores the user's types. As with lists, an object that occurs twice is
-restored as two objects.
+Specs have node types of fxpipe for these, with which torch's `tree_unflatten` restores the user's types. As with lists,
+an object that occurs twice is restored as two objects.
 """
 
 from __future__ import annotations

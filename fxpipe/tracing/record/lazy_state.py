@@ -5,8 +5,7 @@
     self.scale.resize_(...); self.scale.copy_(...)      the shape of a buffer that was empty (observers of weights)
 
 A graph of the first call would create this state in every step. So the model is called once, the state stays, and the
-next call is recorded. Values of existing tensors are restored. The first call must compute the same results as a later
-one. The comparison also uses other samples, to detect a forward that takes its first statistics from the first batch.
+next call is recorded. The first call must compute the same as a later one, also on other samples.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Hooks on modules: which are computation, and the code that calls them.
 
 Hooks of torch itself (weight_norm), and hooks that collect hidden states in transformers, only compute: they are
-recorded like lines of forward. All other hooks belong to the user and run in every step:
-
-- on the model itself, for the mini-batch, in the caller's thread, around the whole pipeline (including backward hooks);
-- on an inner module, for each micro-batch and each recompute, in the thread of its stage, as a node of the graph (or
-  like lines of forward, if forward uses what a method of the model has kept as a hook), and while a graph is recorded,
-  compared and measured. A module with backward hooks, or with hooks that use its tensors, is opaque.
+recorded like lines of forward. All other hooks belong to the user and run in every step: on the model itself around the
+whole pipeline, for the mini-batch, in the caller's thread; on an inner module for each micro-batch and each recompute,
+in the thread of its stage, as a node of the graph, and while a graph is recorded, compared and measured. A module with
+backward hooks, or with hooks that use its tensors, is opaque.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 - calls of modules, to record their paths; opaque modules and hooks on modules become one node each;
 - `torch.vmap`, which becomes one node: inside it, torch functions see batches as samples;
-- applications of an `autograd.Function`, through any alias, as one node each; functions of `torch.utils.checkpoint`
-  are bypassed, since the pipeline recomputes itself;
+- applications of an `autograd.Function`, as one node each; functions of `torch.utils.checkpoint` are bypassed;
 - attributes of modules that forward reads (`dropout.p`), and the Python that runs (`python_reads`);
 - the bytes of storages, which depend on sizes of tensors;
 - `len`, which returns a size; C code would get a plain number.

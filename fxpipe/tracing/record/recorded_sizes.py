@@ -3,11 +3,8 @@
 During a recording, the shape of a tensor consists of `RecordedSize`: an `int` with the actual value (torch's C++
 functions require it) whose arithmetic adds nodes. `size / 2` is a `RecordedFloat`, and `math.floor(size / 2)` is a size
 again. Other operations (a comparison, `int(size)`, `size & 1`) return a plain value and leave a `SizeRead`, which is
-checked for other batch sizes when the symbolic value of the node is known.
-
-A recording cannot follow `range(size)` and `int(size)`: such numbers are found by recording at other sizes
-(`other_sizes`), and the graph holds only for the compared sizes, since a number can be equal for several sizes
-(`h[: int(size) // 2 * 2]`). A size that depends on tensor values is guarded like any other read (`guards`).
+checked for other batch sizes when the symbolic value of the node is known. `range(size)` and `int(size)` cannot be
+followed: such numbers are found by recording at other sizes (`other_sizes`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """The recorder: a function mode under which a model runs once; every torch function it calls becomes a graph node.
 
 Recording uses real tensors, so any Python of the model simply runs. The graph contains only functions, and tensors of
-the model are `get_attr` nodes, identified by object identity. The recorder also records (see also `patches`):
-
-- `no_grad`, `inference_mode` and autocast, in each node (`ThreadState`);
-- whether a node is *random*: torch's generators advanced while it ran, or might on other values (`might_draw`);
-- sizes (`RecordedSize`) and the model's conclusions from them (`SizeRead`);
-- reads of a tensor's value: they return the real value and add a node that stores it (`NodeInfo.read`, `guards`);
-- tensors of unknown origin: constants if a second recording finds the same object (a table in a library). Otherwise
-  the mode missed the function that created them, and recording is refused (`unrecordable`).
+the model are `get_attr` nodes, identified by object identity. The recorder also records the state of the thread, random
+nodes (torch's generators advanced, or might: `might_draw`), sizes (`RecordedSize`) and conclusions from them, and reads
+of values, which `guards` check. A tensor of unknown origin is a constant if a second recording finds the same object;
+otherwise the mode missed the function that created it, and recording is refused.
 """
 
 from __future__ import annotations
@@ -174,10 +170,7 @@ class RandomRecorder:
         self._draw_starts = set[tuple[bytes, str]]()  # generator states in which a draw has begun
 
     def note_python(self, in_node: bool = False) -> bool:
-        """Records, before another module runs, whether the current one drew Python's random numbers; returns it.
-
-        `in_node`: they were drawn in an opaque call, which repeats them in each step.
-        """
+        """Returns whether Python drew random numbers; records the module, unless a node repeats them (`in_node`)."""
         before, self._python_state = self._python_state, model_state.python_rng_state()
         has_drawn = not model_state.same_python_rng_state(before, self._python_state)
         if has_drawn and not in_node:

@@ -2,10 +2,8 @@
 
 Fake tensors do not show the results of Python that reads values, of operators without a rule for fake tensors, or of
 views of `x[mask]`. So the graph runs on real values with three numbers of samples n. Each size is fitted by a formula
-slope * n + offset: two runs give both numbers, the third must agree.
-
-Which inputs hold samples is uncertain: a mask of shape [T, T] looks batched if T equals the batch size. All candidates
-are varied together; if the graph fails, fewer of them are.
+slope * n + offset: two runs give both numbers, the third must agree. Which inputs hold samples is uncertain: all
+candidates are varied together; if the graph fails, fewer of them are.
 
 If a node depends on dynamic sizes, the graph also runs at other dynamic sizes. Each size of the result is fitted by a
 formula in one size of the inputs, or in the product of two.
@@ -199,10 +197,7 @@ def _with_samples(values: Sequence[Any], dims: Mapping[int, int], varied: Sequen
 def _is_of_values(
     traced: Traced, values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[int], node: fx.Node
 ) -> bool:
-    """Returns whether the values of samples affect the sizes of `node`, or the path of an opaque node.
-
-    All samples are replaced by each sample in turn, which shows it whenever a size is a sum over samples.
-    """
+    """Returns whether values of samples affect the sizes of `node`, or its path. Tries each sample for all of them."""
     observed: list[list[Any]] = []
     for k in (None, *range(samples_along(values[varied[0]], dims[varied[0]]))):
         samples = list(values)

@@ -120,7 +120,7 @@ def of_any_sizes(traced: Traced, places: Collection[int]) -> frozenset[int]:
 def left_dims(traced: Traced) -> dict[str, int | str]:
     """Returns the dimension of the samples for attributes that forward sets and never reads.
 
-    Tensors that require grad are part of the caller's graph afterwards: raises `CannotRecord` if they do not combine.
+    Raises `CannotRecord` for tensors that require grad, part of the caller's graph afterwards, if they do not combine.
     """
     read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     dependent = batch_dependent_nodes(traced)

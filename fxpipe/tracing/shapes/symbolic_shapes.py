@@ -2,10 +2,8 @@
 
 The graph runs once on fake tensors whose batch dimensions are symbols, one for each input (`symbolic_run`). Operations
 unify the symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape [T, T] has
-no batch, even if T equals the batch size of the example. The remaining free symbol is the batch.
-
-Sizes of dynamic dimensions are symbols, too. Shapes contain the recorded sizes instead; the symbols and their
-conditions are in `Traced.dynamic`.
+no batch, even if T equals the batch size of the example. The remaining free symbol is the batch. Sizes of dynamic
+dimensions are symbols, too; shapes contain the recorded sizes instead (`Traced.dynamic`).
 
 A read of a size in plain Python is a condition: a comparison with its result, or a number of pieces. A size that
 depends on the values of tensors is a value, which each step reads.

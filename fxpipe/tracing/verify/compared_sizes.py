@@ -9,11 +9,8 @@ hold for each size that runs, or make no difference. The checks, in this order:
    runs if the batch size is, or may be, a number in the graph's computation.
 4. The joined outputs of a graph recorded for a micro-batch do: it runs instead.
 
-Checks 3 and 4 require outputs that can be joined, no random numbers, and are valid for this mini-batch only. If they
-are impossible, the conditions decide.
-
-Graphs with dynamic sizes are compared with their model at other sizes: some observed before, and a new one. The
-recording's inputs are cut or repeated from their beginning, so that the model accepts their values.
+Checks 3 and 4 require outputs that can be joined, no random numbers, and are valid for this mini-batch only. Graphs
+with dynamic sizes are compared with their model at other sizes: the recording's inputs are cut or repeated.
 """
 
 from __future__ import annotations
@@ -67,10 +64,7 @@ class OtherMicroBatchesError(CannotRecord):
 
 
 def holds_for_micro_batches(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int], is_told: bool = False) -> bool:
-    """Returns whether the graph holds for these inputs in micro-batches of these sizes, and caches the result.
-
-    `is_told`: the user gives `out_dims`, so the outputs need not be compared with the mini-batch's.
-    """
+    """Returns whether the graph holds for these micro-batches. `is_told`: the outputs need not be compared."""
     batch, lengths = traced.batch_of(leaves), traced.dynamic.lengths_of(leaves)
     if lengths is None:
         return False
@@ -269,10 +263,7 @@ _CANDIDATES = 4  # tried new sizes, since the model may reject some
 
 
 def check_dynamic_sizes(traced: Traced, leaves: Sequence[Any], seen: Sequence[Mapping[InputDim, int]]) -> None:
-    """Compares outputs, gradients and state of graph and model at other sizes than the recording's, also those `seen`.
-
-    Raises `FixedSizeError` if they differ, or if no other size can be compared.
-    """
+    """Compares graph and model at other sizes, also those `seen`. Raises `FixedSizeError` if they differ at all."""
     if traced.uneven_outputs:
         raise FixedSizeError("rows of an output do not simply grow with the number of samples")
     example, symbols = traced.dynamic.example, traced.dynamic.symbols
@@ -355,10 +346,7 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
 
 
 def _sample_of(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any] | None:
-    """Returns samples of these sizes, as few as possible, for which the graph may hold; None if there are none.
-
-    All of forward's conditions on sizes must hold; conditions of torch need not.
-    """
+    """Returns the fewest samples of these sizes for which all of forward's conditions, not torch's, hold; or None."""
     reads = (*traced.batch_conditions, *traced.mini_batch_conditions)
     for batch in dict.fromkeys((min(equivalence.FEWEST_SAMPLES, traced.batch_of(leaves)), traced.batch_of(leaves))):
         failing = traced.failing_conditions(batch, lengths)
@@ -395,10 +383,7 @@ def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, A
 def recheck_micro_batches(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int], is_told: bool
 ) -> bool:
-    """Returns whether the graph holds for these inputs in micro-batches of these sizes; see `holds_for_micro_batches`.
-
-    Raises `ArgumentError` if the micro-batches do not return as many rows as the mini-batch.
-    """
+    """See `holds_for_micro_batches`. Raises `ArgumentError` if the outputs have other rows than the mini-batch's."""
     with checking_mode(traced, args, kwargs) as leaves:
         if traced.holds_for(traced.batch_of(leaves), (), traced.dynamic.lengths_of(leaves)):
             traced.refuse_uneven_outputs(traced.batch_of(leaves), sizes)

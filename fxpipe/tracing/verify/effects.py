@@ -1,18 +1,12 @@
 """Effects of every node, observed in real runs: shared storages, in-place writes, changed buffers.
 
-The graph runs once for each size that will occur. After each node, the run records the storages of its tensors, the
-arguments with a new version, and the buffers with new values. Whether `reshape` and `contiguous` share or copy depends
-on sizes, so an effect at any size counts for all sizes. The same runs also compare graph and model.
+The graph runs once for each size that will occur. Whether `reshape` and `contiguous` share or copy depends on sizes, so
+an effect at any size counts for all sizes. The same runs also compare graph and model.
 
-Forward may write to inputs. After a step, the caller's tensors hold what the model would have written:
-
-    cache[:, pos] = k        a tensor that is split into micro-batches: each part is written back to its rows
-    seen += 1                a tensor that is not split, and is the same after all micro-batches: it is written back
-
-A stage writes to a clone, and the pipeline returns its final value like an output. It is copied to the caller's tensor
-when forward (in `forward_backward`: the step) has succeeded. Refused are an input that is not split and would differ
-between micro-batches, one whose shape changes, tensors that overlap in memory, and leaves that require grad, which
-torch does not allow to be written.
+Forward may write to inputs: a stage writes to a clone, and the pipeline returns its final value like an output. It is
+copied to the caller's tensor when forward (in `forward_backward`: the step) has succeeded; the part of a micro-batch to
+its rows. Refused are an input that is not split and would differ between micro-batches, one whose shape changes,
+tensors that overlap in memory, and leaves that require grad, which torch does not allow to be written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Compares every graph with its model, on real values and at the sizes that will run.
 
-Other sizes show what a recording can miss: a loop over the batch, a branch on a size, a value treated as a constant. If
-only a part of the samples was recorded, disguised sizes have shown these (`record.other_sizes`).
-
+Other sizes show what a recording can miss: a loop over the batch, a branch on a size, a value treated as a constant.
 A graph with correct outputs can still be wrong: symbolic tracing loses the backward of an `autograd.Function`, and the
 second call reads state of the first, in buffers or hidden in an object or a global. So, on a few samples,
 
@@ -10,8 +8,7 @@ second call reads state of the first, in buffers or hidden in an object or a glo
     graph   run  ──▶ output, gradients, state ──▶ run  on the same      ──▶ output, state
 
 with the same random numbers, and a backward from one random direction of the outputs. A missing gradient differs from
-a gradient of zero: an optimizer skips the first parameter and decays the second. To save memory, gradients are
-compared and freed one at a time; large gradients are reduced to sums.
+a gradient of zero: an optimizer skips the first parameter and decays the second. Large gradients are reduced to sums.
 """
 
 from __future__ import annotations
@@ -506,10 +503,7 @@ def _calls_of_model(
 
 
 def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies `held` (tensors in containers) and the named tensors of the model except parameters.
-
-    Excludes tensors that require grad and that the graph does not read: forward recomputes them, as in weight_norm.
-    """
+    """Copies `held`, in containers, and tensors of the model, without parameters and what forward recomputes."""
     read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     kept = {
         slot.name: tensor
@@ -564,10 +558,7 @@ def _leave(traced: Traced, run: GraphRun) -> None:
 
 
 def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the model and the inputs at which gradients end, by name.
-
-    `sample`: the inputs before forward, which may write a computed value to an input.
-    """
+    """Returns the tensors at which gradients end, by name. `sample`: inputs before forward, which may write to them."""
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for slot, tensor in slots_of(traced.model).items():
         if tensor.requires_grad and tensor.is_leaf:
