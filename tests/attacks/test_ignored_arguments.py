@@ -65,12 +65,8 @@ def test_the_line_that_a_refusal_names_does_it(pipe):
         again.close()
 
 
-class Named(nn.Module):
+class Named(Layered, layers=chain, chunks=lambda: 7):
     schedule = "of the model"
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.chunks = chain(), 7
 
     def forward(self, x):
         return self.layers(x) / self.chunks

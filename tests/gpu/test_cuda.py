@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.devices import accelerator, forced_copies, is_simulated, on_accelerators
+from helpers.layered import Layered
 from helpers.models import BY_NAME, CASES
 from helpers.oracle import parts_of
 from torch import nn
@@ -311,11 +312,7 @@ class Watched(torch.autograd.Function):
         return gradient * 2
 
 
-class Watching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Watching(Layered, one=4, two=4):
     def forward(self, x):
         return self.two(Watched.apply(self.one(x)))
 
@@ -342,12 +339,8 @@ def test_backward_runs_in_the_workers_and_in_the_context_of_the_caller(devices, 
 # -- what only GPUs have -----------------------------------------------------------------------------------------------
 
 
-class Greedy(nn.Module):
+class Greedy(Layered, one=4, two=4):
     """Asks for more than there is, when told."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
         return self.two(_taking(self.one(x)))
@@ -383,11 +376,7 @@ def test_a_stage_that_runs_out_of_memory_says_so_and_leaves_none_behind(devices,
         assert all(p.grad is not None for p in pipe.parameters())
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(6, 8, 2, batch_first=True), nn.Linear(8, 2)
-
+class Recurrent(Layered, rnn=lambda: nn.LSTM(6, 8, 2, batch_first=True), head=(8, 2)):
     def forward(self, x):
         return self.head(self.rnn(x)[0])
 

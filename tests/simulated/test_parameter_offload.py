@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -217,13 +218,10 @@ def test_nothing_keeps_the_memory_of_a_pipe_that_is_gone(simulated):
     assert all(torch.sim.memory_allocated(index) <= size for index, size in enumerate(before))
 
 
-class MakesTable(nn.Module):
+class MakesTable(
+    Layered, layers=lambda: nn.ModuleList(nn.Linear(2 * WIDTH, 2 * WIDTH) for _ in range(10)), table=lambda: None
+):
     """Makes something in its first call, for which it is called a few times before it is recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2 * WIDTH, 2 * WIDTH) for _ in range(10))
-        self.table: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert x.device.type == "sim"

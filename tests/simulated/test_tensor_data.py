@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -42,13 +43,8 @@ def test_a_graph_from_before_a_parameter_has_moved_does_not_lose_its_gradient():
     assert layer.weight.grad is None
 
 
-class MakesTensors(nn.Module):
+class MakesTensors(Layered, first=4, last=(4, 2), shifts=lambda: [torch.ones(4), torch.full((4,), 2.0)]):
     """Runs on the CPU only, as it stands."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-        self.shifts = [torch.ones(4), torch.full((4,), 2.0)]
 
     def forward(self, x):
         x = self.first(x) + self.shifts[0] + torch.arange(4.0)

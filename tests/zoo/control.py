@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zoo.entry import BATCH, Entry, Layered, call, linears, own, tokens, vectors
+from zoo.entry import BATCH, Entry, call, linears, own, tokens, vectors
 
 CONTROL: list[Entry] = []
 
@@ -23,7 +24,7 @@ def _ragged(*lengths: int) -> Tensor:
 # -- values read in forward ------------------------------------------------------------------------------------------
 
 
-class _Masked(Layered):
+class _Masked(Layered, layers=linears):
     """A mask that hides nothing is left out, as libraries do to get a faster kernel."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ class MaskOfOneHalf(_Masked):
 
 
 @own(CONTROL, lambda: call(vectors(6, 8), _ragged(5, 3, 5, 2)))
-class LongestLength(Layered):
+class LongestLength(Layered, layers=linears):
     """Cut to the longest sample of the batch."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ class LongestLength(Layered):
 
 
 @own(CONTROL, lambda: call(vectors(), torch.tensor(0.5)))
-class ItemOfScalar(Layered):
+class ItemOfScalar(Layered, layers=linears):
     """A strength given as a 0-dim tensor."""
 
     def forward(self, x: Tensor, strength: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class ItemOfScalar(Layered):
 
 
 @own(CONTROL, lambda: call(vectors()))
-class OverflowGuard(Layered):
+class OverflowGuard(Layered, layers=linears):
     """Clamps hidden values that are not finite, as T5 and BART do."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class OverflowGuard(Layered):
 
 
 @own(CONTROL, lambda: call(vectors() * torch.tensor([1.0, 9.0, 9.0, 1.0])[:, None]))
-class RescaledWhenLarge(Layered):
+class RescaledWhenLarge(Layered, layers=linears):
     """A branch on a hidden value that takes the same way in each half of the batch."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,12 +98,8 @@ class RescaledWhenLarge(Layered):
         return x
 
 
-class Mixture(nn.Module):
+class Mixture(Layered, route=(8, 3), experts=lambda: linears(3)):
     """Each expert runs on the tokens that were routed to it, however many they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.route, self.experts = nn.Linear(8, 3), linears(3)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, 8)
@@ -116,13 +113,10 @@ class Mixture(nn.Module):
 
 
 @own(CONTROL, lambda: call(tokens(6)))
-class Experts(nn.Module):
+class Experts(
+    Layered, embed=lambda: nn.Embedding(50, 8), blocks=lambda: nn.ModuleList([Mixture() for _ in range(3)]), head=(8, 5)
+):
     """Blocks with mixtures of experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(50, 8), nn.ModuleList([Mixture() for _ in range(3)])
-        self.head = nn.Linear(8, 5)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -132,13 +126,8 @@ class Experts(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors()))
-class StepsByValue(nn.Module):
+class StepsByValue(Layered, layer=8, out=(8, 3), steps=lambda: torch.tensor(4)):
     """A loop whose end is read from a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.register_buffer("steps", torch.tensor(4))
 
     def forward(self, x: Tensor) -> Tensor:
         step = 0
@@ -152,10 +141,8 @@ class StepsByValue(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors(6, 8)))
-class FunctionalDropout(Layered):
+class FunctionalDropout(Layered, layers=lambda: linears(3)):
     """Dropout as a function, of attention too."""
-
-    depth = 3
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -167,10 +154,8 @@ class FunctionalDropout(Layered):
 
 
 @own(CONTROL, lambda: call(vectors()))
-class DropPath(Layered):
+class DropPath(Layered, layers=lambda: linears(5)):
     """Stochastic depth, a draw for each sample."""
-
-    depth = 5
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -184,10 +169,8 @@ class DropPath(Layered):
 
 
 @own(CONTROL, lambda: call(vectors()))
-class LayerDrop(Layered):
+class LayerDrop(Layered, layers=lambda: linears(5)):
     """Whole layers left out by a draw. Probabilities of 0 and 1, so that each draw has one outcome."""
-
-    depth = 5
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -260,7 +243,7 @@ class MovingAverage(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors(8)))
-class ByRankAndDtype(Layered):
+class ByRankAndDtype(Layered, layers=linears):
     """Asks for ndim, shape, dtype, and whether gradients are on."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -287,10 +270,8 @@ def _checked(function: Any) -> Any:
 
 
 @own(CONTROL, lambda: call(vectors(5, 8), mask=None, scale=2.0))
-class DecoratedForward(Layered):
+class DecoratedForward(Layered, layers=lambda: linears(3)):
     """Arguments through a decorator, some left out; a tensor walked through row by row."""
-
-    depth = 3
 
     @_checked
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0, return_steps: bool = False) -> Any:
@@ -303,7 +284,7 @@ class DecoratedForward(Layered):
 
 
 @own(CONTROL, lambda: call(vectors(5, 8)))
-class LengthAndInt(Layered):
+class LengthAndInt(Layered, layers=linears):
     """`len`, `int` and shapes of the batch dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -321,7 +302,7 @@ def _positions(length: int, width: int) -> Tensor:
 
 
 @own(CONTROL, lambda: call(vectors(5, 8)))
-class CachedPositions(Layered):
+class CachedPositions(Layered, layers=linears):
     """Positions are made once for each length, by a cached function."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -335,7 +316,7 @@ class CachedPositions(Layered):
 
 
 @own(CONTROL, lambda: call(vectors(6, 8)))
-class Blocks(Layered):
+class Blocks(Layered, layers=linears):
     """autocast, no_grad, enable_grad and a default device inside of forward."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -366,7 +347,7 @@ class _Reversed(torch.autograd.Function):
 
 
 @own(CONTROL, lambda: call(vectors()))
-class CustomFunction(Layered):
+class CustomFunction(Layered, layers=linears):
     """An autograd.Function with a backward of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -400,12 +381,8 @@ class CheckpointReentrant(_Checkpointed):
 
 
 @own(CONTROL, lambda: call(vectors(5, 8)))
-class VmapInside(nn.Module):
+class VmapInside(Layered, layers=lambda: linears(3), out=(8, 3)):
     """A function of one sample, mapped over the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.out = linears(3), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -475,12 +452,8 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 @own(CONTROL, lambda: call(vectors()))
-class ScriptedFunction(nn.Module):
+class ScriptedFunction(Layered, layers=linears, activation=lambda: torch.jit.script(_gelu)):
     """A function of TorchScript, as older research code has for its activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.activation = linears(), torch.jit.script(_gelu)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

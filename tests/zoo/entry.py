@@ -85,13 +85,3 @@ def padding(length: int = 8) -> Tensor:
 
 def linears(count: int = 4, width: int = 8) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(width, width) for _ in range(count))
-
-
-class Layered(nn.Module):
-    """A base of the own models that have nothing but layers."""
-
-    depth = 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(self.depth)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from helpers.contrastive import barlow_twins, nt_xent, vicreg
+from helpers.layered import Layered
 from torch import Tensor, nn
 
 from zoo.entry import BATCH, TOKENS, Call, Entry, call, images, name_of, padding, tokens, vectors
@@ -245,12 +246,8 @@ for _name in ("TimeSeriesTransformer", "Informer"):
 
 
 @_own("flows")
-class NormalizingFlow(nn.Module):
+class NormalizingFlow(Layered, couplings=lambda: nn.ModuleList(_layers(4, 16, 8) for _ in range(4))):
     """Affine couplings, and the likelihood under a normal distribution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.couplings = nn.ModuleList(_layers(4, 16, 8) for _ in range(4))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         total = torch.zeros(len(x))
@@ -264,12 +261,8 @@ class NormalizingFlow(nn.Module):
 
 
 @_own("policies")
-class ProximalPolicy(nn.Module):
+class ProximalPolicy(Layered, body=lambda: _layers(8, 16, 16), actor=(16, 5), critic=(16, 1)):
     """PPO: the advantages of the batch are normalised."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.actor, self.critic = _layers(8, 16, 16), nn.Linear(16, 5), nn.Linear(16, 1)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.body(x)
@@ -302,11 +295,7 @@ class MeanTeacher(nn.Module):
 
 
 @_own("gradients in forward")
-class GradientPenalty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.critic, self.head = _layers(8, 16, 16), nn.Linear(16, 1)
-
+class GradientPenalty(Layered, critic=lambda: _layers(8, 16, 16), head=(16, 1)):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         middle = ((x + y) / 2).requires_grad_()
         with torch.enable_grad():
@@ -316,13 +305,8 @@ class GradientPenalty(nn.Module):
 
 
 @_own("spiking")
-class Spiking(nn.Module):
+class Spiking(Layered, layers=lambda: nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), potential=list):
     """Leaky neurons that keep their potential in an attribute, which each call resets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.potential: list[Tensor] = []
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.potential = [torch.zeros_like(x) for _ in self.layers]

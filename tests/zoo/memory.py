@@ -2,9 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import Tensor, nn
 
-from zoo.entry import Entry, Layered, call, images, linears, own, tokens, vectors
+from zoo.entry import Entry, call, images, linears, own, tokens, vectors
 
 MEMORY: list[Entry] = []
 
@@ -15,12 +16,8 @@ DEVIATION = torch.tensor([0.22, 0.22, 0.22]).view(3, 1, 1)
 
 
 @own(MEMORY, lambda: call(images(8)))
-class GlobalConstants(nn.Module):
+class GlobalConstants(Layered, convs=lambda: nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))):
     """Tensors of the Python module, not of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = (x - MEAN) / DEVIATION
@@ -30,12 +27,10 @@ class GlobalConstants(nn.Module):
 
 
 @own(MEMORY, lambda: call(tokens(5)))
-class MadeInForward(nn.Module):
+class MadeInForward(
+    Layered, embed=lambda: nn.Embedding(50, 8), places=lambda: nn.Embedding(16, 8), layers=lambda: linears(3)
+):
     """Positions, a causal mask, a state and a table of numpy are made anew in each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.places, self.layers = nn.Embedding(50, 8), nn.Embedding(16, 8), linears(3)
 
     def forward(self, ids: Tensor) -> Tensor:
         batch, length = ids.shape
@@ -50,12 +45,10 @@ class MadeInForward(nn.Module):
 
 
 @own(MEMORY, lambda: call(vectors(6, 8)))
-class RandomMasking(nn.Module):
+class RandomMasking(
+    Layered, encoder=lambda: linears(2), decoder=lambda: linears(2), hidden=lambda: nn.Parameter(torch.zeros(1, 1, 8))
+):
     """A masked autoencoder: which patches are seen is drawn anew in each forward, in evaluation too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder, self.hidden = linears(2), linears(2), nn.Parameter(torch.zeros(1, 1, 8))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         batch, length, width = x.shape
@@ -95,10 +88,8 @@ class InplaceResidual(nn.Module):
 
 
 @own(MEMORY, lambda: call(vectors(6, 8)))
-class WritesThroughViews(Layered):
+class WritesThroughViews(Layered, layers=lambda: linears(6)):
     """Slices, chunks and transposed views of a value are written to, and the value is used later."""
-
-    depth = 6
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
@@ -116,12 +107,8 @@ class WritesThroughViews(Layered):
 
 
 @own(MEMORY, lambda: call(vectors(3, 3, 8, 8)))
-class ConvolutionalLstm(nn.Module):
+class ConvolutionalLstm(Layered, gates=lambda: nn.Conv2d(7, 16, 3, padding=1), out=lambda: nn.Conv2d(4, 1, 1)):
     """Writes each step into a tensor made empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates, self.out = nn.Conv2d(7, 16, 3, padding=1), nn.Conv2d(4, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         state = x.new_zeros(x.shape[0], 4, 8, 8)
@@ -135,7 +122,7 @@ class ConvolutionalLstm(nn.Module):
 
 
 @own(MEMORY, lambda: call(vectors()))
-class ChangedSkip(Layered):
+class ChangedSkip(Layered, layers=linears):
     """A skip is changed in place after it was kept for later."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,12 +155,10 @@ class TiedEmbedding(nn.Module):
 
 
 @own(MEMORY, lambda: call(vectors()))
-class OneLayerManyTimes(nn.Module):
+class OneLayerManyTimes(
+    Layered, block=lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(8))
+):
     """The same block is called six times, as in ALBERT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(8))
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(6):

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import Tensor, nn
 
-from zoo.entry import BATCH, Entry, Layered, call, linears, own, padding, tokens, vectors
+from zoo.entry import BATCH, Entry, call, linears, own, padding, tokens, vectors
 
 STATE: list[Entry] = []
 
@@ -53,14 +54,10 @@ sharp_within = _SharpWithSetup.apply
 
 
 @own(STATE, lambda: call(vectors()))
-class FunctionAliases(nn.Module):
+class FunctionAliases(
+    Layered, layers=linears, function=lambda: _Sharp.apply, partial=lambda: functools.partial(_Sharp.apply)
+):
     """Functions through a name of the Python module, an attribute, a partial, and with `setup_context`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
-        self.function = _Sharp.apply
-        self.partial = functools.partial(_Sharp.apply)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + sharp(self.layers[0](x))
@@ -72,13 +69,8 @@ class FunctionAliases(nn.Module):
 # -- memory banks and codebooks --------------------------------------------------------------------------------------
 
 
-class _Bank(nn.Module):
+class _Bank(Layered, bank=lambda: torch.zeros(3, 8), place=lambda: torch.zeros(1, dtype=torch.long)):
     """The last few means of what went by; the place of the next one is read as a whole number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bank", torch.zeros(3, 8))
-        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         place = int(self.place)
@@ -89,12 +81,8 @@ class _Bank(nn.Module):
 
 
 @own(STATE, lambda: call(vectors()), out_dims=0)
-class MemoryBank(nn.Module):
+class MemoryBank(Layered, layers=linears, bank=_Bank):
     """In a module of its own, which is kept whole: whether samples meet in it but by its state cannot be told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.bank = linears(), _Bank()
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -104,12 +92,8 @@ class MemoryBank(nn.Module):
 
 
 @own(STATE, lambda: call(vectors()), out_dims=0)
-class MemoryBankOfTheModel(_Bank):
+class MemoryBankOfTheModel(_Bank, layers=linears):
     """The model itself holds it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:2]:
@@ -141,12 +125,8 @@ class _Quantizer(nn.Module):
 
 
 @own(STATE, lambda: call(vectors()))
-class VectorQuantizer(nn.Module):
+class VectorQuantizer(Layered, encoder=lambda: linears(2), quantizer=_Quantizer, decoder=lambda: linears(2)):
     """Straight-through estimates, and a distance to the code for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.quantizer, self.decoder = linears(2), _Quantizer(), linears(2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         for layer in self.encoder:
@@ -160,11 +140,7 @@ class VectorQuantizer(nn.Module):
 # -- reads of hidden values ------------------------------------------------------------------------------------------
 
 
-class _Clamped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
+class _Clamped(Layered, layer=8):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.layer(x)
         if (x.abs() > 5).sum().item() > 0:
@@ -173,12 +149,8 @@ class _Clamped(nn.Module):
 
 
 @own(STATE, lambda: call(_halves()))
-class ClampedWhenLarge(nn.Module):
+class ClampedWhenLarge(Layered, blocks=lambda: nn.ModuleList(_Clamped() for _ in range(3))):
     """A hidden value decides in a module, otherwise for each micro-batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Clamped() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -213,12 +185,10 @@ class _Routed(nn.Module):
 
 
 @own(STATE, lambda: call(tokens(2)))
-class RoutedExperts(nn.Module):
+class RoutedExperts(
+    Layered, embed=lambda: nn.Embedding(50, 8), blocks=lambda: nn.ModuleList(map(_Routed, ("where", "nonzero", "mask")))
+):
     """Few rows for many experts: some of them have none in a micro-batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(50, 8), nn.ModuleList(map(_Routed, ("where", "nonzero", "mask")))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -231,7 +201,7 @@ class RoutedExperts(nn.Module):
 
 
 @own(STATE, lambda: call(vectors(), torch.zeros(BATCH, 6, 8), torch.zeros(BATCH, 8)))
-class WrittenInputs(Layered):
+class WrittenInputs(Layered, layers=linears):
     """A cache and a state that the caller keeps are written to."""
 
     def forward(self, x: Tensor, cache: Tensor, state: Tensor) -> Tensor:
@@ -244,12 +214,10 @@ class WrittenInputs(Layered):
 
 
 @own(STATE, lambda: call(vectors(), tokens(1)[:, 0]), leaf_modules=["head"])
-class UnusedMixture(nn.Module):
+class UnusedMixture(
+    Layered, layers=linears, embed=lambda: nn.Embedding(50, 8), head=lambda: nn.Sequential(*linears(2))
+):
     """What nobody uses mixes the inputs; the head is to be kept whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.embed, self.head = linears(), nn.Embedding(50, 8), nn.Sequential(*linears(2))
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         for layer in self.layers:
@@ -268,11 +236,7 @@ def _padded_labels() -> Tensor:
     return labels
 
 
-class _Language(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(50, 8), linears(), nn.Linear(8, 50)
-
+class _Language(Layered, embed=lambda: nn.Embedding(50, 8), layers=linears, head=(8, 50)):
     def logits(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.layers:
@@ -313,7 +277,7 @@ class MaskedLoss(_Language):
 
 
 @own(STATE, lambda: call(vectors(5, 8)))
-class KeptAttention(Layered):
+class KeptAttention(Layered, layers=linears):
     """Attributes that forward makes: attention weights to look at later, statistics to undo a normalisation with."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -327,14 +291,8 @@ class KeptAttention(Layered):
 
 
 @own(STATE, lambda: call(vectors(5, 8)))
-class LazyState(nn.Module):
+class LazyState(Layered, layers=linears, table=lambda: None, width=lambda: None):
     """A table that is made when it is first needed, and a number that is set once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
-        self.table: Tensor | None = None
-        self.width: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.width is None:
@@ -347,7 +305,7 @@ class LazyState(nn.Module):
 
 
 @own(STATE, lambda: call(vectors()))
-class LeafInForward(Layered):
+class LeafInForward(Layered, layers=linears):
     """A tensor made in forward requires gradients, and nobody asks for them."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -358,13 +316,8 @@ class LeafInForward(Layered):
 
 
 @own(STATE, lambda: call(vectors()))
-class CompiledBlock(nn.Module):
+class CompiledBlock(Layered, layers=linears, block=lambda: torch.compile(nn.Sequential(*linears(2)), backend="eager")):
     """A part of the model is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
-        self.block = torch.compile(nn.Sequential(*linears(2)), backend="eager")
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

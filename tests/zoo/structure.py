@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from zoo.entry import BATCH, Entry, Layered, call, linears, own, tokens, vectors
+from zoo.entry import BATCH, Entry, call, linears, own, tokens, vectors
 
 STRUCTURE: list[Entry] = []
 
@@ -21,7 +22,7 @@ class Detection(NamedTuple):
 
 
 @own(STRUCTURE, lambda: call(vectors()))
-class NamedTupleOut(Layered):
+class NamedTupleOut(Layered, layers=linears):
     def forward(self, x: Tensor) -> Detection:
         for layer in self.layers:
             x = torch.tanh(layer(x))
@@ -36,7 +37,7 @@ class Prediction:
 
 
 @own(STRUCTURE, lambda: call(vectors()))
-class DataclassOut(Layered):
+class DataclassOut(Layered, layers=linears):
     """A dataclass that torch has not been told of."""
 
     def forward(self, x: Tensor) -> Prediction:
@@ -48,12 +49,8 @@ class DataclassOut(Layered):
 
 
 @own(STRUCTURE, lambda: call({"x": vectors(), "extra": [vectors(2), None, 3]}, flag=True))
-class NestedTrees(nn.Module):
+class NestedTrees(Layered, layers=lambda: linears(3), small=(2, 8)):
     """A dict in; a dict with None, a number, a flag and a size out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.small = linears(3), nn.Linear(2, 8)
 
     def forward(self, batch: dict[str, Any], *, flag: bool = False, missing: Tensor | None = None) -> Any:
         x, (extra, nothing, times) = batch["x"], batch["extra"]
@@ -65,12 +62,8 @@ class NestedTrees(nn.Module):
 
 
 @own(STRUCTURE, lambda: call(tokens(6), labels=tokens(6)))
-class LossInside(nn.Module):
+class LossInside(Layered, embed=lambda: nn.Embedding(50, 8), layers=lambda: linears(3), head=(8, 50)):
     """The model returns its own mean loss beside its logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(50, 8), linears(3), nn.Linear(8, 50)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         x = self.embed(ids)
@@ -108,12 +101,10 @@ class DeepSupervision(nn.Module):
 
 
 @own(STRUCTURE, lambda: call(torch.randn(6, BATCH, 8)), in_dims=1)
-class BatchSecond(nn.Module):
+class BatchSecond(
+    Layered, encoder=lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
+):
     """Time first, as torch's transformer has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder(x)
@@ -145,12 +136,8 @@ def _causal(length: int) -> Tensor:
     lambda: call(vectors(BATCH, 8), _causal(BATCH), torch.arange(BATCH)),
     in_dims={"x": 0, "mask": None, "positions": None},
 )
-class SquareMask(nn.Module):
+class SquareMask(Layered, layers=linears, places=lambda: nn.Embedding(10, 8)):
     """As many positions as samples: a mask [T, T] and positions [T] that are no batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.places = linears(), nn.Embedding(10, 8)
 
     def forward(self, x: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         x = x + self.places(positions)
@@ -160,12 +147,8 @@ class SquareMask(nn.Module):
 
 
 @own(STRUCTURE, lambda: call(torch.randn(BATCH, BATCH, BATCH)))
-class EqualSizes(nn.Module):
+class EqualSizes(Layered, layers=lambda: linears(3, BATCH)):
     """Batch, length and width are the same number, and are used as such."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(3, BATCH)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -179,12 +162,8 @@ class EqualSizes(nn.Module):
 
 
 @own(STRUCTURE, lambda: call(vectors(5, 8), torch.tensor([1, 0, 2, 1])))
-class ThingsAcrossStages(nn.Module):
+class ThingsAcrossStages(Layered, layers=lambda: linears(6), kinds=lambda: nn.Embedding(3, 8)):
     """Sizes, flags, dtypes, None and masks are made at the start and used at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.kinds = linears(6), nn.Embedding(3, 8)
 
     def forward(self, x: Tensor, kind: Tensor) -> Tensor:
         batch, length, width = x.size()
@@ -200,12 +179,8 @@ class ThingsAcrossStages(nn.Module):
 # -- recurrent models ------------------------------------------------------------------------------------------------
 
 
-class PackedEncoder(nn.Module):
+class PackedEncoder(Layered, lstm=lambda: nn.LSTM(8, 8, batch_first=True)):
     """Sequences of several lengths, packed for the LSTM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 8, batch_first=True)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
@@ -213,13 +188,8 @@ class PackedEncoder(nn.Module):
 
 
 @own(STRUCTURE, lambda: call(vectors(5, 8), torch.tensor([5, 4, 5, 3])))
-class PackedSequence(nn.Module):
+class PackedSequence(Layered, into=8, first=PackedEncoder, second=PackedEncoder, out=(8, 4)):
     """Packed sequences inside, of one length outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.first, self.second = nn.Linear(8, 8), PackedEncoder(), PackedEncoder()
-        self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         return self.out(self.second(self.first(self.into(x), lengths), lengths))
@@ -260,12 +230,8 @@ class GruCells(nn.Module):
 
 
 @own(STRUCTURE, lambda: call(vectors(6, 16), vectors(5, 16)))
-class Translator(nn.Module):
+class Translator(Layered, transformer=lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True)):
     """torch's Transformer, with its causal mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transformer = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         mask = self.transformer.generate_square_subsequent_mask(target.shape[1])
@@ -273,12 +239,10 @@ class Translator(nn.Module):
 
 
 @own(STRUCTURE, lambda: call(vectors(6, 16), (torch.arange(6) >= 4).expand(BATCH, 6)))
-class PaddedEncoder(nn.Module):
+class PaddedEncoder(
+    Layered, encoder=lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3)
+):
     """torch's encoder with padding: evaluation takes its fast path, with nested tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3)
 
     def forward(self, x: Tensor, is_padding: Tensor) -> Tensor:
         return self.encoder(x, src_key_padding_mask=is_padding)
