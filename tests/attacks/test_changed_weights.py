@@ -58,12 +58,6 @@ def change_a_frozen_weight(model: Any, *_: Any) -> None:
     model.frozen.weight.mul_(2)
 
 
-@torch.no_grad()
-def average(model: Any, *_: Any) -> None:
-    for p in model.parameters():
-        p.lerp_(torch.zeros_like(p), 0.5)
-
-
 def load(model: Any, *_: Any) -> None:
     model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
 
@@ -74,10 +68,6 @@ def change_a_buffer(model: Any, *_: Any) -> None:
 
 def change_the_input(model: Any, x: torch.Tensor, *_: Any) -> None:
     x.zero_()
-
-
-def change_a_sample(model: Any, x: torch.Tensor, *_: Any) -> None:
-    x[3] = 0
 
 
 def change_the_mask(model: Any, x: torch.Tensor, mask: torch.Tensor, *_: Any) -> None:
@@ -114,11 +104,9 @@ CHANGES: dict[str, Any] = {
     "weights are clamped": clamp,
     "a bias": change_a_bias,
     "a frozen weight": change_a_frozen_weight,
-    "weights are averaged": average,
     "load_state_dict": load,
     "a buffer": change_a_buffer,
     "the input": change_the_input,
-    "a sample of the input": change_a_sample,
     "an input of a later stage": change_the_mask,
     "the output": change_the_output,
     "other data": replace_data,

@@ -40,8 +40,6 @@ def rooted(y, t):
 
 
 class Trainer:
-    kind = MEAN
-
     def __init__(self):
         self.criterion, self.steps, self.alpha = nn.MSELoss(), 0, 0.0
 
@@ -55,16 +53,6 @@ def one_function_all_along():
     for reduction in (MEAN, MEAN, SUM):
         trainer.criterion.reduction = reduction
         yield loss_fn, values()
-
-
-def class_attribute():
-    class Own(Trainer):
-        def loss(self, y, t):
-            return F.mse_loss(y, t, reduction=self.kind)
-
-    for reduction in (MEAN, SUM):
-        Own.kind = reduction
-        yield Own().loss, values()
 
 
 def list_that_grows():
@@ -205,11 +193,6 @@ def nanmean(losses, mask):
     return losses.where(mask, torch.nan).nanmean()
 
 
-@padding(EVEN, FEW)
-def nansum(losses, mask):
-    return losses.where(mask, torch.nan).nansum() / mask.sum()
-
-
 @padding(EVEN, NONE)
 def nothing_times_zero(losses, mask):
     return losses[mask].mean() if mask.any() else losses.sum() * 0
@@ -225,19 +208,9 @@ def zero_by_zero(losses, mask):
     return (losses * mask).sum() / mask.sum()
 
 
-@padding(EVEN, NONE)
-def mean_of_nothing(losses, mask):
-    return losses[mask].mean()
-
-
 @padding(ONE, ONE_AND_NONE)
 def at_least_one(losses, mask):
     return (losses * mask).sum() / mask.sum().clamp(min=1)
-
-
-@padding(EVEN, NONE)
-def pair_of_at_least_one(losses, mask):
-    return (losses * mask).sum(), mask.sum().clamp(min=1)
 
 
 @padding(EVEN, NONE, FEW)
@@ -279,14 +252,13 @@ def last_batch_of_a_mean():
 WAYS = {
     way.__name__: way
     for way in (
-        one_function_all_along, class_attribute, list_that_grows, module_in_a_module, patched_forward, patched_class,
+        one_function_all_along, list_that_grows, module_in_a_module, patched_forward, patched_class,
         term_that_comes_later, temperature, counter, ignored_class, class_weight, a_criterion_that_stays_right,
         name_that_is_never_assigned, last_batch_divided_by_two, last_batch_of_single_samples, last_batch_of_a_mean,
     )
 } | {
-    "nanmean": nanmean, "nansum": nansum, "nothing times zero": nothing_times_zero, "constant zero": constant_zero,
-    "zero by zero": zero_by_zero, "mean of nothing": mean_of_nothing, "at least one": at_least_one,
-    "pair of at least one": pair_of_at_least_one, "pair": pair, "with epsilon": with_epsilon,
+    "nanmean": nanmean, "nothing times zero": nothing_times_zero, "constant zero": constant_zero,
+    "zero by zero": zero_by_zero, "at least one": at_least_one, "pair": pair, "with epsilon": with_epsilon,
     "mean over samples": mean_over_samples,
 }  # fmt: skip
 RIGHT = {

@@ -70,11 +70,6 @@ class ClippedIfLarge(Step):
         return [p.grad / norm if norm > 1e5 else p.grad for _, p in pairs]
 
 
-class LargestIsOne(Step):
-    def change(self, pairs):
-        return torch._foreach_div([p.grad for _, p in pairs], float(max(p.grad.abs().max() for _, p in pairs)))
-
-
 class MeanOfGroup(Step):
     def change(self, pairs):
         return [p.grad - torch.stack([q.grad.mean() for h, q in pairs if h is group]).mean() for group, p in pairs]
@@ -103,23 +98,9 @@ class ByPlace(Step):
         return [p.grad / (1 + k) for k, (_, p) in enumerate(pairs)]
 
 
-class WithNeighbour(Step):
-    def change(self, pairs):
-        sums = [p.grad.sum() for _, p in pairs]
-        return [p.grad + 0.1 * before for (_, p), before in zip(pairs, [sums[-1], *sums], strict=False)]
-
-
 class Noisy(Step):
     def change(self, pairs):
         return [p.grad + 0.1 * torch.randn_like(p) for _, p in pairs]
-
-
-class RootMeanSquare(Step):
-    """Updates are clipped by their root mean square over all parameters, as in variants of Adafactor."""
-
-    def change(self, pairs):
-        flat = torch.cat([p.grad.flatten() for _, p in pairs])
-        return [p.grad / (flat.square().mean().sqrt() / 1e-3).clamp(min=1) for _, p in pairs]
 
 
 class QuasiNewton(Step):
@@ -134,14 +115,11 @@ WAYS = {
     "Lamb without clipping": (Lamb, {"max_grad_norm": None}),
     "clipped inside": (ClippedInside, {"lr": 0.01}),
     "clipped if large": (ClippedIfLarge, {}),
-    "largest is one": (LargestIsOne, {}),
     "mean of a group": (MeanOfGroup, {}),
     "distance from the start": (DistanceFromStart, {}),
     "moving norm": (MovingNorm, {}),
     "by place": (ByPlace, {}),
-    "with neighbour": (WithNeighbour, {}),
     "noisy": (Noisy, {}),
-    "root mean square": (RootMeanSquare, {}),
     "quasi-Newton": (QuasiNewton, {}),
     "LBFGS": (torch.optim.LBFGS, {}),
     "each by itself": (Step, {}),

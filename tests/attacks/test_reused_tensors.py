@@ -22,14 +22,6 @@ def values(batch):
     return torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator)
 
 
-def fills_inputs():
-    buffer = torch.empty(4, WIDTH)
-    for batch in range(BATCHES):
-        x, target = values(batch)
-        buffer.copy_(x)
-        yield buffer, target
-
-
 def fills_targets():
     buffer = torch.empty(4, WIDTH)
     for batch in range(BATCHES):
@@ -42,14 +34,6 @@ def fills_both_by_index():
     for batch in range(BATCHES):
         inputs[:], targets[:] = values(batch)
         yield inputs, targets
-
-
-def fills_with_out():
-    buffer = torch.empty(4, WIDTH)
-    for batch in range(BATCHES):
-        x, target = values(batch)
-        torch.add(x, 0, out=buffer)
-        yield buffer, target
 
 
 def fills_views():
@@ -103,7 +87,7 @@ def fills_under_no_grad():
 
 
 REFILLING = [
-    fills_inputs, fills_targets, fills_both_by_index, fills_with_out, fills_views, fills_in_turn, changes_in_place,
+    fills_targets, fills_both_by_index, fills_views, fills_in_turn, changes_in_place,
     fills_named_inputs, fills_targets_in_a_dict, fills_under_no_grad,
 ]  # fmt: skip
 

@@ -63,34 +63,10 @@ def seed_in_a_buffer(module, h):
     return fork_and_seed(module, h, seed=int(module.number))
 
 
-def like_a_weight(module, h):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torch.randn_like(module.weight)
-
-
 def in_place(module, h):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return torch.empty(WIDTH, WIDTH).uniform_()
-
-
-def initialized(module, h):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.init.xavier_uniform_(torch.empty(WIDTH, WIDTH))
-
-
-def permutation(module, h):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torch.eye(WIDTH)[torch.randperm(WIDTH)]
-
-
-def one_number(module, h):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torch.eye(WIDTH) * torch.rand(())
 
 
 def a_number_that_is_read(module, h):
@@ -156,7 +132,7 @@ def torch_seed(module, h):
 
 
 SEEDED = [
-    fork_and_seed, seed_of_the_caller, seed_in_a_buffer, like_a_weight, in_place, initialized, permutation, one_number,
+    fork_and_seed, seed_of_the_caller, seed_in_a_buffer, in_place,
     a_number_that_is_read, a_decision, state_is_put_back, default_generator, never_put_back, seeded_after_the_draw,
     fork_alone, dropout, for_each_sample, torch_seed,
 ]  # fmt: skip

@@ -18,7 +18,6 @@ from fxpipe.errors import TraceError
 LOG: list[Any] = []
 VALUES: dict[str, Any] = {}
 COUNTS = collections.Counter[str]()
-ROWS: dict[str, list[int]] = {"rows": []}
 NUMBER, LAST = 0, None
 NAMESPACE = types.SimpleNamespace(count=0)
 SEEN: set[int] = set()
@@ -64,10 +63,6 @@ def _update(block: Block, h: torch.Tensor) -> None:
     COUNTS.update(["calls"])
 
 
-def _append_inside(block: Block, h: torch.Tensor) -> None:
-    ROWS["rows"].append(1)
-
-
 def _set_global(block: Block, h: torch.Tensor) -> None:
     global NUMBER
     NUMBER += 1
@@ -106,10 +101,6 @@ def _count_on_class(block: Block, h: torch.Tensor) -> None:
     Block.calls += 1
 
 
-def _count_on_own_class(block: Block, h: torch.Tensor) -> None:
-    type(block).calls += 1
-
-
 def _count_on_function(block: Block, h: torch.Tensor) -> None:
     _count_on_function.calls += 1  # type: ignore[attr-defined]
 
@@ -137,9 +128,9 @@ def appending() -> Callable[[Block, torch.Tensor], None]:
 
 
 EFFECTS = [
-    _append, _put, _update, _append_inside, _set_global, _set_global_tensor, _set_namespace, _add_to_set,
+    _append, _put, _update, _set_global, _set_global_tensor, _set_namespace, _add_to_set,
     _count_on_object, _count_by_method, _append_on_object, _count_on_global_object, _count_on_class,
-    _count_on_own_class, _count_on_function, counter(), appending(),
+    _count_on_function, counter(), appending(),
 ]  # fmt: skip
 
 

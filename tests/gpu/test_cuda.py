@@ -166,27 +166,6 @@ def test_copies_are_waited_for(devices, drop_in, busy):
             _assert_close(_step(pipe, x, t.to(devices[-1]), drop_in), want)
 
 
-@pytest.mark.skipif(is_simulated(), reason="simulated devices are several: they copy without being forced to")
-@pytest.mark.parametrize(("number", "case"), [*enumerate(CASES)], ids=lambda case: getattr(case, "name", ""))
-@pytest.mark.parametrize("devices", [ONE])
-def test_forced_copies_on_one_gpu_are_alike(number, case, devices):
-    schedule = ("gpipe", "1f1b")[number % 2]
-    plain = _without_dropout(case.make())
-    args, kwargs = case.inputs(BATCH)
-    target = case.target(BATCH)
-    found = []
-    for forced in (False, True):
-        with (
-            forced_copies() if forced else contextlib.nullcontext(),
-            fxpipe.pipeline(
-                copy.deepcopy(plain), devices, CHUNKS, example_args=args, example_kwargs=kwargs, schedule=schedule
-            ) as pipe,
-        ):
-            loss = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
-            found.append([loss, *(p.grad for p in pipe.parameters() if p.grad is not None)])
-    _assert_close(*found)
-
-
 @pytest.mark.parametrize("drop_in", [False, True])
 @pytest.mark.parametrize("devices", [ONE, TWO])
 def test_a_step_comes_between_what_the_caller_queues_before_and_after(devices, drop_in, busy):

@@ -1,6 +1,6 @@
 """Which functions of fxpipe run: an import hook has each note its call, so that it can be counted what models take.
 
-    python -m helpers.called_functions zoo.trial gpt2 'fxpipe train 3'  # runs a module in which calls are noted
+    python -m helpers.called_functions zoo.processes  # runs a module in which calls are noted
 
 Noted are dotted names as `fxpipe.utils.units.format_bytes`, and the name
 with a `?` behind it once the function has returned something: neither None nor False, and no empty container.

@@ -1,14 +1,8 @@
 """What is asked of a device, of a backend that torch knows."""
 
-import copy
-
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers.cases import each_once
-from torch import nn
 
-import fxpipe
 from fxpipe._torch.thread_state import ThreadState, autocast_devices
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import local_link, local_memory
@@ -91,31 +85,3 @@ def test_generators_of_all_devices_are_restored(two):
         positions = [accelerator.generator_position(generator) for generator in generators]
     assert torch.equal(torch.rand(3, device=two), want)
     assert positions == [accelerator.generator_position(generator) for generator in generators]
-
-
-@pytest.mark.parametrize(
-    ("devices", "drop_in"), each_once([["sim:0", "sim:1"], ["cpu", "sim:2"], ["sim:1", "sim:1"], None], [False, True])
-)
-def test_a_pipeline_trains_as_the_plain_model_does(devices, drop_in):
-    torch.manual_seed(3)
-    plain = nn.Sequential(
-        nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 2)
-    )
-    model = copy.deepcopy(plain)
-    optimizers = [torch.optim.AdamW(module.parameters(), 1e-2) for module in (plain, model)]
-    with fxpipe.pipeline(model, devices, 3, example_args=(torch.randn(6, 6),)) as pipe:
-        for _ in range(3):
-            x, t = torch.randn(6, 6), torch.randn(6, 2)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            F.mse_loss(plain(x), t).backward()
-            if drop_in:
-                output = pipe(x)
-                F.mse_loss(output, t.to(output.device)).backward()
-            else:
-                pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
-            for (name, want), have in zip(plain.named_parameters(), model.parameters(), strict=True):
-                torch.testing.assert_close(have.grad.cpu(), want.grad, msg=name)
-            for optimizer in optimizers:
-                optimizer.step()
-        assert pipe.last_step.seconds > 0

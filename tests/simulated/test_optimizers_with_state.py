@@ -101,16 +101,3 @@ def test_state_from_before_follows_where_stages_are_updated_before_a_step_ends(s
             _plain_step(plain, want, x, t)
             run(pipe, x, t, loss_fn=F.mse_loss, optimizer=have)
     _assert_equal(plain, want, model, have)
-
-
-def test_a_checkpoint_that_is_loaded_into_a_running_pipe_goes_on():
-    plain, model = _model(), _model()
-    want, have = (KINDS["AdamW"](module.parameters()) for module in (plain, model))
-    with fxpipe.pipeline(model, DEVICES, 3) as pipe:
-        _assert_equal_training(plain, want, pipe, have)
-        saved = copy.deepcopy((plain.state_dict(), want.state_dict()))
-        _assert_equal_training(plain, want, pipe, have)
-        for module, optimizer in ((plain, want), (model, have)):
-            module.load_state_dict(saved[0])
-            optimizer.load_state_dict(copy.deepcopy(saved[1]))
-        _assert_equal_training(plain, want, pipe, have)

@@ -255,15 +255,6 @@ FAULTS = {
         (Transport, "_copied", "streams[0].wait_event(accelerator.record_event(self._stream(source)))", "pass"),
         "read too early",
     ),
-    "a copy waits for the stream that is current in its thread": (
-        (
-            Transport,
-            "_copied",
-            "accelerator.record_event(self._stream(source))",
-            "accelerator.record_event(accelerator.current_stream(source))",
-        ),
-        "read too early",
-    ),
     "the end of a copy is marked before it begins": (
         (
             Transport,
@@ -275,26 +266,8 @@ FAULTS = {
         ),
         "read too early",
     ),
-    "the copy runs beside the stream on which its end is marked": (
-        (
-            Transport,
-            "_copied",
-            "with accelerator.current_streams(*streams):",
-            "with accelerator.current_streams(streams[0]):",
-        ),
-        "read too early",
-    ),
     "no stream is recorded for what arrives": (
         (Transport, "_copied", "accelerator.keep_for_stream(copy, self._stream(target))", "pass"),
-        "given back too early",
-    ),
-    "the copy's own stream is recorded for what arrives": (
-        (
-            Transport,
-            "_copied",
-            "accelerator.keep_for_stream(copy, self._stream(target))",
-            "accelerator.keep_for_stream(copy, streams[-1])",
-        ),
         "given back too early",
     ),
     "nothing holds what a copy reads": (
@@ -316,15 +289,6 @@ FAULTS = {
     "the caller may write to its target before it is read": (
         (transport, "leaves_on_device", "transport.settle()", "pass"),
         "written while read",
-    ),
-    "the end of a copy is marked where its value was made": (
-        (
-            Transport,
-            "_copied",
-            "arrived = accelerator.record_event(streams[-1])",
-            "arrived = accelerator.record_event(streams[-1] if source.type == 'cpu' else self._stream(source))",
-        ),
-        "read too early",
     ),
     "gradients are summed on other streams than the step's": (
         (Transport, "on_step_streams", "with accelerator.current_streams(*self._compute.values()):", "if True:"),

@@ -1,6 +1,7 @@
 """Streams, replicas and optimizers of stages on simulated devices: nothing is unordered."""
 
 import copy
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,30 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def blocks(count, norm=nn.BatchNorm1d):
+    torch.manual_seed(7)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), norm(6)) for _ in range(count)))
+
+
+def batches_of(count):
+    return [(torch.randn(6, 6), torch.randn(6, 6)) for _ in range(count)]
+
+
+def assert_same_state(model, plain):
+    for (name, want), have in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(have.cpu(), want, msg=name, rtol=1e-3, atol=1e-4)
+
+
+def assert_same(model, plain):
+    """Gradients, parameters and buffers."""
+    for (name, have), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if want.grad is not None:
+            torch.testing.assert_close(have.grad.cpu(), want.grad, msg=name, rtol=1e-4, atol=1e-5)
+    for (name, have), want in zip(model.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(have.cpu(), want, msg=name, rtol=1e-4, atol=1e-5)
+    assert_same_state(model, plain)
+
+
 @pytest.mark.parametrize(
     ("schedule", "chunks", "options", "rule"),
     [
@@ -33,25 +58,21 @@ def adamw(parameters):
     ],
 )
 def test_a_stream_comes_to_the_weights_of_delayed_updates(schedule, chunks, options, rule):
-    torch.manual_seed(7)
-    plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.BatchNorm1d(6)) for _ in DEVICES))
-    model, batches = copy.deepcopy(plain), [(torch.randn(6, 6), torch.randn(6, 6)) for _ in range(7)]
+    plain, batches = blocks(len(DEVICES)), batches_of(7)
+    model = copy.deepcopy(plain)
     with fxpipe.pipeline(model, DEVICES, chunks, schedule=schedule, balance=["0", "1"]) as pipe:
         optimizer = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
         stream = pipe.train_stream(batches, loss_fn=F.mse_loss, optimizer=optimizer, **options)
         losses = [loss.cpu() for loss in stream]
-        want, _ = train_delayed(
-            [*plain], batches, F.mse_loss, lambda p: torch.optim.AdamW(p, lr=1e-2), RULES[rule], chunks
-        )
+        want, _ = train_delayed([*plain], batches, F.mse_loss, adamw, RULES[rule], chunks)
         torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=1e-3, atol=1e-4)
-        for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
-            torch.testing.assert_close(other.cpu(), one, msg=name, rtol=1e-3, atol=1e-4)
+        assert_same_state(model, plain)
         assert {parameter.device.type for parameter in model.parameters()} == {"sim", "cpu"}
         assert len(pipe.last_step.actions) == 7 * len(DEVICES) * (2 * chunks + 1)
         pipe.last_step.save_trace("/dev/null")
 
 
-# -- Replicas ----------------------------------------------------------------------------------------------------------
+# -- Streams over replicas ---------------------------------------------------------------------------------------------
 
 PLACES = {
     "2-1": (("sim:0", "sim:1"), ("sim:2",)),
@@ -62,15 +83,17 @@ PLACES = {
 }
 
 
-def replicated(model, places, schedule, chunks="auto", **options):
-    n, planned = len(places), options.pop("example", None)
-    balance = {"balance": [str(j) for j in range(n - 1)]} if n > 1 else {}
-    example, firsts = (torch.randn(6, 6),), [own[0] for own in places]
-    plan = fxpipe.plan(model, devices=firsts, example_args=example, chunks=chunks, progress=False, **balance)
-    plan = replace(plan, replica_devices=places)
-    devices = [device for own in places for device in own]
-    options |= {"schedule": schedule, "progress": False, "example_args": planned or ()}
-    return closing(fxpipe.pipeline(model, devices, chunks, plan=plan, **options))
+def replicated(model, places, schedule="1f1b", chunks=4, *, last="0", **options):
+    """A pipe of one or two stages on these devices; `last`: the module that ends the first of two."""
+    balance = [last] if len(places) > 1 else "auto"
+    firsts, example = [own[0] for own in places], (torch.randn(8, 6),)
+    plan = fxpipe.plan(model, devices=firsts, example_args=example, chunks=chunks, balance=balance, progress=False)
+    devices, plan = [device for own in places for device in own], replace(plan, replica_devices=places)
+    return closing(fxpipe.pipeline(model, devices, chunks, plan=plan, schedule=schedule, progress=False, **options))
+
+
+def devices_of(places):
+    return {device for own in places for device in own}
 
 
 # Forwards go one after the other where there is batch norm, and side by side where there is none.
@@ -78,89 +101,72 @@ NORMS = [(nn.BatchNorm1d, "auto"), (nn.LayerNorm, "auto"), (nn.LayerNorm, 2), (n
 
 
 @pytest.mark.parametrize(
-    ("places", "norm", "chunks"),
+    ("places", "norm", "chunks", "schedule"),
     [
-        *(("2-3 with a CPU", *norm) for norm in NORMS),
-        *((places, *norm) for places, norm in zip(("2-1", "1-2", "3-1", "3"), NORMS, strict=True)),
+        *(("2-3 with a CPU", *norm, "pipedream") for norm in NORMS),
+        *((places, *norm, "pipedream") for places, norm in zip(("2-1", "1-2", "3-1", "3"), NORMS, strict=True)),
+        *((places, nn.LayerNorm, 4, "pipedream_2bw") for places in ("2-1", "1-2", "2-3 with a CPU")),
     ],
 )
-def test_replicas_come_to_the_weights_of_delayed_updates_by_rounds(places, norm, chunks):
+def test_replicas_come_to_the_weights_of_delayed_updates_by_rounds(places, norm, chunks, schedule):
     """The number of micro-batches decides how many mini-batches make an update; without one each runs as a whole."""
-    torch.manual_seed(7)
     own, counts = PLACES[places], tuple(map(len, PLACES[places]))
-    plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), norm(6)) for _ in own))
-    model, batches = copy.deepcopy(plain), [(torch.randn(6, 6), torch.randn(6, 6)) for _ in range(14)]
-    with replicated(model, own, "pipedream", chunks, checkpoint="always") as pipe:
-        optimizer = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
-        losses, parts = [], 1 if chunks == "auto" else chunks
+    plain, batches, parts = blocks(len(own), norm), batches_of(14), 1 if chunks == "auto" else chunks
+    model = copy.deepcopy(plain)
+    with replicated(model, own, schedule, chunks, checkpoint="always") as pipe:
+        optimizer, losses = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2), []
         for loss in pipe.train_stream(batches, loss_fn=F.mse_loss, optimizer=optimizer):
             assert loss.device == torch.device(own[-1][0])
             losses.append(loss.cpu())
         rule, rounds = rule_of_replicas(counts, parts), rounds_of_replicas(counts, parts)
+        if schedule == "pipedream_2bw":
+            rule, rounds = RULES["2bw"], ()
         want, _ = train_delayed([*plain], batches, F.mse_loss, adamw, rule, parts, counts, rounds)
         torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=1e-3, atol=1e-4)
-        for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
-            torch.testing.assert_close(other.cpu(), one, msg=name, rtol=1e-3, atol=1e-4)
+        assert_same_state(model, plain)
         assert {parameter.device for parameter in model.parameters()} == {torch.device(each[0]) for each in own}
-        assert {one.name for one in pipe.last_step.devices} == {device for each in own for device in each}
+        assert {one.name for one in pipe.last_step.devices} == devices_of(own)
 
 
 @pytest.mark.parametrize("places", ["2-1", "1-2", "3"])
 def test_streams_of_the_caller_are_those_of_buffers_and_updates(places):
     """Workers of replicas write buffers where another device has them, and weights where the first one has them."""
-    torch.manual_seed(7)
     own, counts = PLACES[places], tuple(map(len, PLACES[places]))
-    plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.BatchNorm1d(6)) for _ in own))
-    model, batches = copy.deepcopy(plain), [(torch.randn(6, 6), torch.randn(6, 6)) for _ in range(9)]
-    devices = [torch.device(device) for each in own for device in each]
-    with replicated(model, own, "pipedream", example=(torch.randn(6, 6),)) as pipe:
+    plain, batches, devices = blocks(len(own)), batches_of(9), [*map(torch.device, devices_of(own))]
+    model = copy.deepcopy(plain)
+    with replicated(model, own, "pipedream", "auto", example_args=(torch.randn(6, 6),)) as pipe:
         for device in devices:
             accelerator.synchronize(device)
         with accelerator.current_streams(*map(accelerator.new_stream, devices)):
             optimizer = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
             list(pipe.train_stream(batches, loss_fn=F.mse_loss, optimizer=optimizer))
             state = {name: value.cpu() for name, value in model.state_dict().items()}
-        rule = rule_of_replicas(counts)
-        train_delayed([*plain], batches, F.mse_loss, adamw, rule, replicas=counts, rounds=counts)
+        train_delayed([*plain], batches, F.mse_loss, adamw, rule_of_replicas(counts), replicas=counts, rounds=counts)
         for name, one in plain.state_dict().items():
             torch.testing.assert_close(state[name], one, msg=name, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("places", ["2-1", "1-2", "2-3 with a CPU"])
-def test_replicas_share_the_mini_batches_of_double_buffering(places):
-    torch.manual_seed(7)
-    own, counts = PLACES[places], tuple(map(len, PLACES[places]))
-    plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6)) for _ in own))
-    model, batches = copy.deepcopy(plain), [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(6)]
-    with replicated(model, own, "pipedream_2bw", 4) as pipe:
-        optimizer = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
-        losses = [x.cpu() for x in pipe.train_stream(batches, loss_fn=F.mse_loss, optimizer=optimizer)]
-        want, _ = train_delayed([*plain], batches, F.mse_loss, adamw, RULES["2bw"], 4, counts)
-        torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=1e-3, atol=1e-4)
-        for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
-            torch.testing.assert_close(other.cpu(), one, msg=name, rtol=1e-3, atol=1e-4)
+def loss_with_a_limit(y, t):
+    if bool((t > 100).any()):
+        raise ArithmeticError("too large")
+    return F.mse_loss(y, t)
 
 
 def test_a_stream_over_replicas_that_fails_or_is_left_settles_what_it_has_sent():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-    with replicated(model, PLACES["1-2"], "pipedream") as pipe:
-        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
-        data = [(torch.randn(6, 6), torch.randn(6, 6)) for _ in range(12)]
-
-        def loss_fn(y, t):
-            if bool((t > 100).any()):
-                raise ArithmeticError("too large")
-            return F.mse_loss(y, t)
-
+    with replicated(model, PLACES["1-2"], "pipedream", "auto") as pipe:
+        optimizer, data = StageOptimizer(pipe, torch.optim.SGD, lr=0.1), batches_of(12)
         bad = [*data[:5], (data[5][0], data[5][1] + 1e3), *data[6:]]
         with pytest.raises(ArithmeticError, match="too large") as caught:
-            list(pipe.train_stream(bad, loss_fn=loss_fn, optimizer=optimizer))
+            list(pipe.train_stream(bad, loss_fn=loss_with_a_limit, optimizer=optimizer))
         assert "on sim:2" in caught.value.__notes__[0]
-        with pipe.train_stream(data, loss_fn=loss_fn, optimizer=optimizer) as stream:
+        with pipe.train_stream(data, loss_fn=loss_with_a_limit, optimizer=optimizer) as stream:
             next(stream)
         assert len(set(stream.applied)) == 1
-        pipe.forward_backward(data[0][0], target=data[0][1], loss_fn=loss_fn)
+        pipe.forward_backward(data[0][0], target=data[0][1], loss_fn=loss_with_a_limit)
 
+
+# -- Optimizers of stages ----------------------------------------------------------------------------------------------
 
 KINDS = {
     "AdamW": {"lr": 1e-2},
@@ -186,6 +192,13 @@ def _weighted(y, t):
     return ((y - t) ** 2 * weights).sum(), weights.sum()
 
 
+def _weighted_step(plain, optimizer, x, t):
+    total, weight = _weighted(plain(x), t)
+    (total / weight).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("kind", "overlap", "schedule"),
     [
@@ -204,48 +217,18 @@ def test_steps_come_to_the_weights_of_the_plain_optimizer(kind, overlap, schedul
     want = torch.optim.AdamW(plain.parameters(), **copy.deepcopy(KINDS[kind]))
     with fxpipe.pipeline(model, DEVICES, 3, schedule=schedule, balance=["a", "b"]) as pipe:
         have = StageOptimizer(pipe, torch.optim.AdamW, overlap=overlap, **copy.deepcopy(KINDS[kind]))
-        for k in range(4):  # the first one plans, and moves the parameters
-            x, t = torch.randn(6, 6), torch.randn(6, 6)
+        for k, (x, t) in enumerate(batches_of(4)):  # the first one plans, and moves the parameters
             if k == 2:
                 have.load_state_dict(copy.deepcopy(want.state_dict()))
             pipe.forward_backward(x, target=t, loss_fn=_weighted, optimizer=have)
-            total, weight = _weighted(plain(x), t)
-            (total / weight).backward()
-            want.step()
-            want.zero_grad()
-        for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(other.detach().cpu(), one.detach(), msg=name, rtol=1e-3, atol=1e-4)
-            assert have.state[other]["exp_avg"].device == other.device
+            _weighted_step(plain, want, x, t)
+        assert_same_state(model, plain)
+        assert all(have.state[parameter]["exp_avg"].device == parameter.device for parameter in model.parameters())
         assert {parameter.device.type for parameter in model.parameters()} == {"sim", "cpu"}
         assert sorted(str(s.action) for s in pipe.last_step.spans if str(s.action.kind) == "U") == ["0U2", "1U2", "2U2"]
 
 
-def test_clipping_by_the_norm_of_all_devices_stands_between_backward_and_step():
-    torch.manual_seed(7)
-    plain = Net()
-    model, x, t = copy.deepcopy(plain), torch.randn(6, 6), torch.randn(6, 6)
-    want = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    with fxpipe.pipeline(model, DEVICES, 3, example_args=(x,), balance=["a", "b"]) as pipe:
-        have = StageOptimizer(pipe, torch.optim.SGD, lr=0.1, momentum=0.9)
-        for _ in range(2):
-            pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
-            F.mse_loss(plain(x), t).backward()
-            norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1).cpu() for one in (plain, pipe)]
-            torch.testing.assert_close(*norms)
-            for optimizer in (want, have):
-                optimizer.step()
-                optimizer.zero_grad()
-        for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(other.detach().cpu(), one.detach(), msg=name)
-
-
-REPLICA_PLACES = {
-    "2-1": (("sim:0", "sim:1"), ("sim:2",)),
-    "1-2": (("sim:0",), ("sim:1", "sim:2")),
-    "3-1": (("sim:3", "sim:1", "sim:2"), ("sim:0",)),
-    "2-2 with a CPU": (("sim:0", "cpu"), ("sim:1", "sim:2")),
-    "3": (("sim:1", "sim:0", "sim:2"),),
-}
+# -- Steps over replicas -----------------------------------------------------------------------------------------------
 
 
 class TiedNet(nn.Module):
@@ -265,40 +248,27 @@ class TiedNet(nn.Module):
         return self.c(torch.tanh(x) + first)
 
 
-def replicas_of(model, places, chunks=4, balance=("b",), **options):
-    balance = list(balance) if len(places) > 1 else "auto"
-    firsts = [own[0] for own in places]
-    plan = fxpipe.plan(model, devices=firsts, example_args=(torch.randn(8, 6),), balance=balance, progress=False)
-    plan = replace(plan, replica_devices=places)
-    devices = [device for own in places for device in own]
-    return fxpipe.pipeline(model, devices, chunks, plan=plan, progress=False, **options)
+@contextmanager
+def tied(places, schedule="1f1b", **options):
+    """The plain model, and a pipe of a copy of it."""
+    torch.manual_seed(7)
+    plain = TiedNet()
+    with replicated(copy.deepcopy(plain), PLACES[places], schedule, last="b", **options) as pipe:
+        yield plain, pipe
 
 
-def plain_step(model, x, t, chunks, loss_fn=F.mse_loss):
-    for part, wanted in zip(x.tensor_split(chunks), t.tensor_split(chunks), strict=True):
+def plain_step(model, x, t, loss_fn=F.mse_loss):
+    for part, wanted in zip(x.tensor_split(4), t.tensor_split(4), strict=True):
         (loss_fn(model(part), wanted) * (len(part) / len(x))).backward()
-
-
-def assert_same(model, plain):
-    pairs = [(name, p, q) for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True)]
-    for name, one, other in pairs:
-        if other.grad is not None:
-            torch.testing.assert_close(one.grad.cpu(), other.grad, msg=name, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(one.detach().cpu(), other.detach(), msg=name, rtol=1e-3, atol=1e-4)
-    for (name, one), other in zip(model.named_buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(one.cpu(), other, msg=name, rtol=1e-4, atol=1e-5)
 
 
 def contrast(outputs, t):
     return F.cross_entropy(outputs @ t.T, torch.arange(len(t), device=t.device))
 
 
-@pytest.mark.parametrize("places", REPLICA_PLACES)
+@pytest.mark.parametrize("places", PLACES)
 def test_a_loss_of_all_samples_waits_for_all_replicas(places):
-    torch.manual_seed(7)
-    plain = TiedNet()
-    model = copy.deepcopy(plain)
-    with closing(replicas_of(model, REPLICA_PLACES[places])) as pipe:
+    with tied(places) as (plain, pipe):
         for k in range(3):
             x, t = torch.randn(12 - k, 6), torch.randn(12 - k, 6)
             loss, outputs = pipe.forward_backward(x, target=t, loss_fn=contrast, reduction="batch", return_outputs=True)
@@ -307,56 +277,46 @@ def test_a_loss_of_all_samples_waits_for_all_replicas(places):
             wanted.backward()
             torch.testing.assert_close(outputs.cpu(), want.detach())
             torch.testing.assert_close(loss.cpu(), wanted.detach())
-            assert_same(model, plain)
+            assert_same(pipe.model, plain)
 
 
-@pytest.mark.parametrize(("places", "schedule"), each_once(REPLICA_PLACES, ("gpipe", "1f1b", "zero_bubble")))
+@pytest.mark.parametrize(("places", "schedule"), each_once(PLACES, ("gpipe", "1f1b", "zero_bubble")))
 def test_steps_come_to_the_weights_of_the_plain_model(places, schedule):
-    torch.manual_seed(7)
-    plain = TiedNet()
-    model = copy.deepcopy(plain)
-    with closing(replicas_of(model, REPLICA_PLACES[places], schedule=schedule)) as pipe:
+    own = PLACES[places]
+    with tied(places, schedule) as (plain, pipe):
         optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (pipe, plain)]
         for k in range(3):
             x, t = torch.randn(12 - k, 6), torch.randn(12 - k, 6)
             loss, outputs = pipe.forward_backward(x, target=t, loss_fn=F.mse_loss, return_outputs=True)
-            assert loss.device == outputs.device == torch.device(REPLICA_PLACES[places][-1][0])
-            plain_step(plain, x, t, 4)
-            assert_same(model, plain)
+            assert loss.device == outputs.device == torch.device(own[-1][0])
+            plain_step(plain, x, t)
+            assert_same(pipe.model, plain)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        homes = {torch.device(own[0]) for own in REPLICA_PLACES[places]}
-        assert {one.device for one in model.parameters()} == homes
-        assert {one.name for one in pipe.last_step.devices} == {
-            device for own in REPLICA_PLACES[places] for device in own
-        }
+        assert {one.device for one in pipe.parameters()} == {torch.device(each[0]) for each in own}
+        assert {one.name for one in pipe.last_step.devices} == devices_of(own)
 
 
 @pytest.mark.parametrize("places", ["2-1", "1-2"])
 def test_the_drop_in_takes_outputs_from_replicas_and_hands_gradients_back(places):
-    torch.manual_seed(7)
-    plain = TiedNet()
-    model = copy.deepcopy(plain)
-    with closing(replicas_of(model, REPLICA_PLACES[places], checkpoint="except_last")) as pipe:
+    with tied(places, checkpoint="except_last") as (plain, pipe):
         for _ in range(2):
             x, t = torch.randn(8, 6, requires_grad=True), torch.randn(8, 6)
             again = x.detach().clone().requires_grad_()
             y = pipe(x)
             F.mse_loss(y, t.to(y.device)).backward()
-            plain_step(plain, again, t, 4)
+            plain_step(plain, again, t)
             torch.testing.assert_close(x.grad, again.grad, rtol=1e-4, atol=1e-5)
-        assert_same(model, plain)
+        assert_same(pipe.model, plain)
 
 
 def test_deferred_statistics_of_replicas_are_merged_where_the_buffers_are():
     torch.manual_seed(7)
-    layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6))
-    alone = copy.deepcopy(layers)
-    model = copy.deepcopy(layers)
-    places = (("sim:0", "sim:1", "sim:2"), ("sim:3",))
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6))
+    alone, places = copy.deepcopy(model), (("sim:0", "sim:1", "sim:2"), ("sim:3",))
     with (
-        closing(replicas_of(model, places, balance=["2"], deferred_batch_norm=True)) as pipe,
+        replicated(model, places, last="2", deferred_batch_norm=True) as pipe,
         fxpipe.pipeline(alone, ["cpu"], 4, deferred_batch_norm=True, progress=False) as other,
     ):
         for _ in range(2):
@@ -374,45 +334,33 @@ def test_a_stage_optimizer_and_a_weighted_loss_add_up_over_devices(places, overl
     plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     model = copy.deepcopy(plain)
     want = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    with closing(replicas_of(model, REPLICA_PLACES[places], balance=["1"])) as pipe:
+    with replicated(model, PLACES[places], last="1") as pipe:
         have = StageOptimizer(pipe, torch.optim.AdamW, overlap=overlap, lr=1e-2)
         for _ in range(4):
             x, t = torch.randn(8, 6), torch.randn(8, 6)
             pipe.forward_backward(x, target=t, loss_fn=_weighted, optimizer=have)
-            total, weight = _weighted(plain(x), t)
-            (total / weight).backward()
-            want.step()
-            want.zero_grad()
+            _weighted_step(plain, want, x, t)
         assert_same(model, plain)
 
 
 def test_a_failure_on_one_of_the_devices_leaves_all_as_it_was():
-    torch.manual_seed(7)
-    plain = TiedNet()
-    model = copy.deepcopy(plain)
-
-    def loss_fn(y, t):
-        if bool((t > 100).any()):
-            raise ArithmeticError("too large")
-        return F.mse_loss(y, t)
-
-    with closing(replicas_of(model, REPLICA_PLACES["1-2"])) as pipe:
+    with tied("1-2") as (plain, pipe):
         x, t = torch.randn(8, 6), torch.randn(8, 6)
-        pipe.forward_backward(x, target=t, loss_fn=loss_fn)
-        plain_step(plain, x, t, 4)
+        pipe.forward_backward(x, target=t, loss_fn=loss_with_a_limit)
+        plain_step(plain, x, t)
         bad = t.clone()
         bad[3] = 1e3
         with pytest.raises(ArithmeticError, match="too large") as caught:
-            pipe.forward_backward(x, target=bad, loss_fn=loss_fn)
+            pipe.forward_backward(x, target=bad, loss_fn=loss_with_a_limit)
         assert "on sim:2, micro-batch 1" in caught.value.__notes__[0]
-        assert_same(model, plain)
-        pipe.forward_backward(x, target=t, loss_fn=loss_fn)
-        plain_step(plain, x, t, 4)
-        assert_same(model, plain)
+        assert_same(pipe.model, plain)
+        pipe.forward_backward(x, target=t, loss_fn=loss_with_a_limit)
+        plain_step(plain, x, t)
+        assert_same(pipe.model, plain)
 
 
 def test_a_scaler_of_losses_on_several_devices_is_refused():
-    with closing(replicas_of(TiedNet(), REPLICA_PLACES["1-2"])) as pipe:
+    with tied("1-2") as (_, pipe):
         scaler = torch.amp.GradScaler("cpu")
         with pytest.raises(ArgumentError, match="grad_scaler with replicas of the last stage on sim:1, sim:2"):
             pipe.forward_backward(torch.randn(8, 6), target=torch.randn(8, 6), loss_fn=F.mse_loss, grad_scaler=scaler)

@@ -4,7 +4,6 @@ Four ranks, each on its simulated device, are a mesh of two replicas of two stag
 between them as NCCL is between GPUs.
 """
 
-import inspect
 from datetime import timedelta
 
 import pytest
@@ -20,10 +19,9 @@ from fxpipe.distributed import device_transfers, replicas
 from fxpipe.distributed.device_transfers import DeviceSums
 from fxpipe.distributed.replicas import GradientReduction
 from fxpipe.errors import DistributedError
-from fxpipe.utils import accelerator
 from simulated import communicator
 from simulated.communicator import Communicator
-from simulated.ranks import SimulatedRanks
+from simulated.ranks import SimulatedRanks, steps_around_a_hang
 
 pytestmark = pytest.mark.simulated
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}
@@ -201,13 +199,14 @@ def fail_on_one_replica(mesh):
         assert all(one.is_aborted for one in before)
         losses += [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
         gradients = {name: p.grad.cpu() / 4 for name, p in pipe.named_parameters()}
-        return losses, gradients, sum(one.sums > 0 for one in before), machine.races()
+        return losses, gradients, sum(one.sums > 0 for one in before), pipe.last_step.transport, machine.races()
 
 
 def test_after_the_failure_of_a_replica_its_communicator_is_made_anew(four_devices):
     model, x = Tied(), torch.linspace(-1, 1, 32).reshape(8, 4)
     F.mse_loss(model(x), x).backward()
-    for losses, gradients, count, races in four_devices.run(fail_on_one_replica):
+    for losses, gradients, count, transport, races in four_devices.run(fail_on_one_replica):
+        assert transport == "simccl"
         assert len({*losses}) == 1
         assert count == 1
         assert races == []
@@ -215,38 +214,14 @@ def test_after_the_failure_of_a_replica_its_communicator_is_made_anew(four_devic
             torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
-class NeverPassed:
-    """An event of a sum that hangs."""
-
-    def query(self):
-        return False
-
-
-_record_event = accelerator.record_event
-
-
-def _event_of_a_hung_sum(stream, timing=False):
-    is_of_sums = not timing and any(
-        frame.function == "settle" and frame.filename == device_transfers.__file__ for frame in inspect.stack()[:3]
-    )
-    return NeverPassed() if is_of_sums else _record_event(stream, timing)
-
-
 def hang_on_one_rank(mesh):
     timeout = 2.0 if mesh.get_rank() == 1 else 20.0  # so that it gives up first, on a busy machine as well
     pipe, _ = pipe_over("sim", timeout=timeout)
-    x = torch.linspace(-1, 1, 32).reshape(8, 4)
-    with pipe:
-        losses = [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
-        before = [p.grad.clone() for p in pipe.parameters()]
-        with pytest.MonkeyPatch.context() as patch:
-            if mesh.get_rank() == 1:
-                patch.setattr(accelerator, "record_event", _event_of_a_hung_sum)
-            with pytest.raises(DistributedError) as caught:
-                pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
-        assert all(map(torch.equal, before, [p.grad for p in pipe.parameters()]))
-        losses.append(pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item())
-        return losses, str(caught.value)
+    return steps_around_a_hang(pipe, mesh.get_rank() == 1, _records_a_sum)
+
+
+def _records_a_sum(frames):
+    return any(frame.function == "settle" and frame.filename == device_transfers.__file__ for frame in frames)
 
 
 def test_a_sum_that_hangs_is_an_error_on_all_ranks_and_the_next_step_works(four_devices):

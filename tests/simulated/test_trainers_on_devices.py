@@ -1,7 +1,6 @@
 """Trainers that place a model on their device leave a pipe on its own: Trainer, Accelerate, Lightning, Fabric."""
 
 import copy
-import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,36 +180,6 @@ def test_accelerate(devices: list[str], of_accelerate: pytest.MonkeyPatch) -> No
             assert prepared is model
             assert places(model) == {*devices}
     torch.testing.assert_close(*results, **CLOSE)
-
-
-def test_batches_that_accelerate_accumulates_are_micro_batches(of_accelerate: pytest.MonkeyPatch) -> None:
-    import accelerate
-
-    weights = []
-    for model, is_plain in ((piped(net(), DEVICES[::-1]), False), (net(), True)):
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        if is_plain:
-            of_accelerate.delenv("ACCELERATE_TORCH_DEVICE")
-        accelerator = accelerate.Accelerator(cpu=is_plain, gradient_accumulation_steps=2 if is_plain else 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        prepared, optimizer, data = accelerator.prepare(model, optimizer, loader(32, batch=8))
-        if is_plain:
-            for x, target in data:
-                with accelerator.accumulate(prepared):
-                    accelerator.backward(F.cross_entropy(prepared(x), target))
-                    if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(prepared.parameters(), 0.1)
-                    optimizer.step()
-                    optimizer.zero_grad()
-        else:
-            batches = iter(data)
-            while micro_batches := list(itertools.islice(batches, 2)):
-                prepared.forward_backward(micro_batches=micro_batches, loss_fn=F.cross_entropy)
-                accelerator.clip_grad_norm_(prepared.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-        weights.append(on_cpu(model))
-    torch.testing.assert_close(*weights, **CLOSE)
 
 
 # -- Lightning ---------------------------------------------------------------------------------------------------------

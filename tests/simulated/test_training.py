@@ -122,28 +122,6 @@ def test_dropout_is_the_same_whatever_the_cut(name):
         torch.testing.assert_close(have, want)
 
 
-def _model():
-    return nn.Sequential(
-        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
-    )
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_deferred_batch_norm_tracks_the_mini_batch_over_devices(checkpoint):
-    plain = _model()
-    model, batches = copy.deepcopy(plain), [torch.randn(8, 4) for _ in range(3)]
-    options = {"deferred_batch_norm": True, "checkpoint": checkpoint, "example_args": (batches[0],)}
-    with fxpipe.pipeline(model, TWO, 4, **options) as pipe:
-        for x in batches:
-            pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
-        first = plain[:2]  # what the first norm sees does not depend on other statistics
-        for x in batches:
-            first(x)
-        torch.testing.assert_close(pipe.get_buffer("1.running_mean").cpu(), plain[1].running_mean)
-        torch.testing.assert_close(pipe.get_buffer("1.running_var").cpu(), plain[1].running_var)
-        assert pipe.get_buffer("4.num_batches_tracked").item() == len(batches)
-
-
 def test_candidates_are_measured_on_the_devices():
     model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(8, 4)
     before = copy.deepcopy(model.state_dict())

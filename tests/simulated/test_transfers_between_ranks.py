@@ -3,7 +3,6 @@
 Rank r is on sim:r, and simccl (`simulated.communicator`) is between them as NCCL is between GPUs.
 """
 
-import inspect
 from datetime import timedelta
 
 import pytest
@@ -12,17 +11,15 @@ from helpers import devices
 from helpers.planted import with_fault
 from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, token_loss, tokens
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.distributed import device_transfers
 from fxpipe.distributed.device_transfers import DeviceTransfers
 from fxpipe.errors import DistributedError
-from fxpipe.utils import accelerator
 from simulated import communicator
 from simulated.communicator import Communicator
-from simulated.ranks import SimulatedRanks
+from simulated.ranks import SimulatedRanks, steps_around_a_hang
 
 pytestmark = pytest.mark.simulated
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}
@@ -121,62 +118,6 @@ def test_four_ranks_on_devices_have_the_bits_of_one_process(four_devices, schedu
         same_as_in_one_process(four_devices, Chain, cuts, schedule=schedule)
 
 
-def train_replica(mesh):
-    mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("data", "pipe"))
-    x = torch.linspace(-1, 1, 64).reshape(16, 4)
-    own = x.chunk(2)[mesh["data"].get_local_rank()]
-    options = QUICK | {"data_parallel": mesh["data"], "balance": ["a"]}
-    machine = devices.simulated_machine()
-    machine.begin(host_ahead=True)
-    with fxpipe.pipeline(Tied(), mesh["pipe"], 4, example_args=(own,), **options) as pipe:
-        for _ in range(3):
-            pipe.zero_grad()
-            pipe.forward_backward(own, target=own, loss_fn=F.mse_loss)
-        gradients = {name: p.grad.cpu() for name, p in pipe.named_parameters()}
-        return gradients, pipe.last_step.transport, machine.races()
-
-
-def test_two_replicas_on_devices_have_the_gradients_of_both_mini_batches(four_devices):
-    model, x = Tied(), torch.linspace(-1, 1, 64).reshape(16, 4)
-    F.mse_loss(model(x), x).backward()
-    for gradients, transport, races in four_devices.run(train_replica):
-        assert races == []
-        assert transport == "simccl"
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, model.get_parameter(name).grad)
-
-
-def stream_on_rank(mesh):
-    return streamed(mesh, True)
-
-
-def streamed(placement, is_over_ranks):
-    """Losses and weights of a stream, how tensors went, and races."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    batches = [(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(7)]
-    machine = devices.simulated_machine()
-    machine.begin(host_ahead=True)
-    before = sum(one.operations for one in Communicator.all_here)
-    options = QUICK | {"schedule": "pipedream_2bw", "balance": ["1"]}
-    with fxpipe.pipeline(model, placement, 3, example_args=batches[0][:1], **options) as pipe:
-        optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
-        losses = [loss.cpu() for loss in pipe.train_stream(batches, loss_fn=F.mse_loss, optimizer=optimizer)]
-        state = {key: value.cpu() for key, value in pipe.state_dict().items()}
-        operations = sum(one.operations for one in Communicator.all_here) - before
-        return losses, state, operations, machine.races()
-
-
-def test_a_stream_over_two_ranks_on_devices_is_that_of_one_process(two_devices):
-    losses, state, *_ = streamed(["sim:0", "sim:1"], False)
-    for own_losses, own_state, operations, races in two_devices.run(stream_on_rank):
-        assert races == []
-        assert operations > 2 * 3 * 5
-        assert all(map(torch.equal, own_losses, losses))
-        for key, value in own_state.items():
-            assert torch.equal(value, state[key]), key
-
-
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 
@@ -245,64 +186,14 @@ def test_a_planted_fault_is_seen_and_nothing_else_is(two_devices, name):
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def fail_in_loss(mesh):
-    x = torch.linspace(-1, 1, 32).reshape(8, 4)
-    machine = devices.simulated_machine()
-    machine.begin(host_ahead=True)
-    with fxpipe.pipeline(Tied(), mesh, 4, example_args=(x,), balance=["a"], **QUICK) as pipe:
-        losses = [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
-        calls, before = [], Communicator.all_here[-2:]
-
-        def loss_fn(out, target):
-            calls.append(1)
-            if len(calls) == 3:
-                raise ValueError("boom")
-            return F.mse_loss(out, target)
-
-        with pytest.raises((ValueError, DistributedError), match="boom"):
-            pipe.forward_backward(x, target=x, loss_fn=loss_fn)
-        assert all(one.is_aborted for one in before)
-        losses += [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
-        assert not any(one.is_aborted for one in Communicator.all_here[-2:])
-        return losses, pipe.last_step.transport, machine.races()
-
-
-def test_after_a_failure_communicators_are_made_anew(two_devices):
-    for losses, transport, races in two_devices.run(fail_in_loss):
-        assert len({*losses}) == 1
-        assert transport == "simccl"
-        assert races == []
-
-
-class NeverPassed:
-    """An event of a transfer that hangs."""
-
-    def query(self):
-        return False
-
-
 def hang_on_one_rank(mesh):
-    x = torch.linspace(-1, 1, 32).reshape(8, 4)
-    timeout = 2.0 if mesh.get_rank() == 1 else 20.0  # so that it gives up first, on a busy machine as well
-    with fxpipe.pipeline(Tied(), mesh, 4, example_args=(x,), balance=["a"], timeout=timeout, **QUICK) as pipe:
-        losses = [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
-        before = [p.grad.clone() for p in pipe.parameters()]
-        with pytest.MonkeyPatch.context() as patch:
-            if mesh.get_rank() == 1:
-                patch.setattr(device_transfers.accelerator, "record_event", _event_of_a_hung_transfer)
-            with pytest.raises(DistributedError) as caught:
-                pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
-        assert all(map(torch.equal, before, [p.grad for p in pipe.parameters()]))
-        losses.append(pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item())
-        return losses, str(caught.value)
+    options = QUICK | {"timeout": 2.0 if mesh.get_rank() == 1 else 20.0}  # so that it gives up first, if busy as well
+    pipe = fxpipe.pipeline(Tied(), mesh, 4, example_args=(torch.zeros(8, 4),), balance=["a"], **options)
+    return steps_around_a_hang(pipe, mesh.get_rank() == 1, _records_an_arrival)
 
 
-_record_event = accelerator.record_event
-
-
-def _event_of_a_hung_transfer(stream, timing=False):
-    is_of_transfers = not timing and "receive" in {frame.function for frame in inspect.stack()[:3]}
-    return NeverPassed() if is_of_transfers else _record_event(stream, timing)
+def _records_an_arrival(frames):
+    return "receive" in {frame.function for frame in frames}
 
 
 def test_a_transfer_that_hangs_is_an_error_on_all_ranks_and_the_next_step_works(two_devices):

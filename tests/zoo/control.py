@@ -46,7 +46,7 @@ class MaskOfSome(_Masked):
     pass
 
 
-@own(CONTROL, lambda: call(vectors(6, 8), _ragged(6, 6, 3, 5)), is_whole=True)
+@own(CONTROL, lambda: call(vectors(6, 8), _ragged(6, 6, 3, 5)))
 class MaskOfOneHalf(_Masked):
     """The first micro-batch alone would leave the mask out."""
 

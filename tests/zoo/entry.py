@@ -17,18 +17,12 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of forward
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model of the zoo.
-
-    Most are compared with the plain model over the same micro-batches, as that is what a pipeline computes where
-    samples meet (batch norm). Where the model looks at values of the whole mini-batch that micro-batches lack, the
-    plain model on the whole mini-batch says what is right.
-    """
+    """A model of the zoo."""
 
     name: str
     family: str  # the package it comes from
     make: Callable[[], tuple[nn.Module, Call]]
     options: dict[str, Any] = field(default_factory=dict)  # for fxpipe.pipeline
-    is_whole: bool = False  # compared with the plain model on the whole mini-batch
     has_one_size: bool = False  # at other sizes it draws numbers of numpy's, in a way that no reference can repeat
 
     def build(self, seed: int = SEED) -> tuple[nn.Module, Call]:
@@ -47,12 +41,12 @@ def name_of(kind: type) -> str:
 
 
 def own(
-    entries: list[Entry], inputs: Callable[[], Call], *, is_whole: bool = False, **options: Any
+    entries: list[Entry], inputs: Callable[[], Call], **options: Any
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """A decorator that puts a model, made without arguments, among `entries`."""
 
     def add(kind: type[nn.Module]) -> type[nn.Module]:
-        entries.append(Entry(name_of(kind), "own", lambda: (kind(), inputs()), options, is_whole))
+        entries.append(Entry(name_of(kind), "own", lambda: (kind(), inputs()), options))
         return kind
 
     return add

@@ -75,7 +75,6 @@ def _add(
     settings: dict[str, Any],
     *,
     made_with: dict[str, Any] | None = None,
-    is_whole: bool = False,
     has_one_size: bool = False,
 ) -> None:
     def make() -> tuple[nn.Module, Call]:
@@ -84,7 +83,7 @@ def _add(
         made = getattr(transformers, model)._from_config(getattr(transformers, config)(**settings), **made_with or {})
         return made, inputs()
 
-    HUGGING_FACE.append(Entry(name, "transformers", make, is_whole=is_whole, has_one_size=has_one_size))
+    HUGGING_FACE.append(Entry(name, "transformers", make, has_one_size=has_one_size))
 
 
 # -- encoders of text ------------------------------------------------------------------------------------------------
@@ -128,7 +127,7 @@ _add("opt", "OPTConfig", "OPTForCausalLM", _padded, _OPT)
 _add("llama", "LlamaConfig", "LlamaForCausalLM", _text, _GROUPED)
 _add("llama_padded", "LlamaConfig", "LlamaForCausalLM", _padded, _GROUPED)
 _add("llama_cache", "LlamaConfig", "LlamaForCausalLM", _text, _GROUPED | {"use_cache": True})
-_add("llama_counted", "LlamaConfig", "LlamaForCausalLM", _counted, _GROUPED, is_whole=True)
+_add("llama_counted", "LlamaConfig", "LlamaForCausalLM", _counted, _GROUPED)
 _add("qwen2", "Qwen2Config", "Qwen2ForCausalLM", _padded, _GROUPED)
 _add("gemma2", "Gemma2Config", "Gemma2ForCausalLM", _text, _GEMMA)
 _add("phi", "PhiConfig", "PhiForCausalLM", _text, _CAUSAL)

@@ -22,12 +22,12 @@ WIDTH = 8
 
 
 def _library(kind: str, name: str, make: Callable[[], tuple[nn.Module, Call]], **options: Any) -> None:
-    KINDS.append(Entry(name, kind, make, options, is_whole=True))
+    KINDS.append(Entry(name, kind, make, options))
 
 
 def _own(kind: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
     def add(model: type[nn.Module]) -> type[nn.Module]:
-        KINDS.append(Entry(name_of(model), kind, lambda: (model(), call(vectors(), vectors())), is_whole=True))
+        KINDS.append(Entry(name_of(model), kind, lambda: (model(), call(vectors(), vectors()))))
         return model
 
     return add

@@ -1,75 +1,63 @@
-"""Rows of a model from processes of their own: where one crashes or hangs, that is a row, and the next go on."""
+"""Rows of a model from a process of its own: where it crashes or hangs, that is a row, and the next go on in another.
 
-import json
-import os
-import queue
-import subprocess
-import sys
-import tempfile
-import threading
+`python -m zoo.processes` answers a line as `gpt2 fxpipe train 3` with a row.
+"""
+
+import contextlib
+import dataclasses
+import functools
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
+
+from helpers.answering import AnsweringProcess, NoAnswerError, serve
+from helpers.called_functions import called
 
 from zoo.entry import Entry
 from zoo.row import Row, Task
-from zoo.trial import MARK
-
-TESTS = Path(__file__).resolve().parents[1]
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 
 
 def rows_of(entry: Entry, tasks: Sequence[Task], limit: float, *, notes_calls: bool = False) -> list[Row]:
     """A row for each task. `limit`: seconds that one may take. `notes_calls`: say which functions of fxpipe ran."""
+    modules = ["helpers.called_functions", "zoo.processes"] if notes_calls else ["zoo.processes"]
     rows: list[Row] = []
-    while len(rows) < len(tasks):
-        done, verdict, message = _process(entry, tasks[len(rows) :], limit, notes_calls)
-        rows += done
-        if verdict:
-            way, mode, stages = tasks[len(rows)]
-            rows.append(Row(entry.name, entry.family, way, mode, stages, verdict, message))
+    with contextlib.closing(AnsweringProcess(*modules, limit=limit)) as process:
+        for way, mode, stages in tasks:
+            try:
+                rows.append(Row(**process.ask(f"{entry.name} {way} {mode} {stages}")))
+            except NoAnswerError as error:
+                rows.append(Row(entry.name, entry.family, way, mode, stages, error.kind, str(error)))
     return rows
 
 
-def _process(entry: Entry, tasks: Sequence[Task], limit: float, notes_calls: bool) -> tuple[list[Row], str, str]:
-    """Rows of one process, and how it ended before its time: a verdict (empty if it did not) and a message."""
-    modules = ["helpers.called_functions", "zoo.trial"] if notes_calls else ["zoo.trial"]
-    command = [sys.executable, "-m", *modules, entry.name, *(" ".join(map(str, task)) for task in tasks)]
-    lines: queue.Queue[str | None] = queue.Queue()
-    rows: list[Row] = []
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        reader = threading.Thread(target=_read, args=(process, lines))
-        reader.start()
-        try:
-            while len(rows) < len(tasks):
-                line = lines.get(timeout=limit)
-                if line is None:
-                    break
-                if line.startswith(MARK):
-                    rows.append(Row(**json.loads(line.removeprefix(MARK))))
-        except queue.Empty:
-            return rows, "hangs", f"no result after {limit:.0f} s"
-        finally:
-            process.kill()
-            status = process.wait()
-            reader.join()
-        if len(rows) == len(tasks):
-            return rows, "", ""
-        errors.seek(0)
-        last = (errors.read().strip().splitlines() or [""])[-1]
-        return rows, "crashes", f"exit status {status}: {last}"
+@functools.cache
+def _entry(name: str) -> tuple[Entry, str]:
+    """An entry, and why it cannot be built; empty if it can."""
+    from zoo import BY_NAME
+
+    if name in BY_NAME:
+        return BY_NAME[name], ""
+    from tools.drawn_models import entry_of
+
+    entry = entry_of(name)
+    try:
+        entry.build()
+    except Exception as error:  # of sizes that do not fit each other
+        return entry, f"{type(error).__name__}: {error}"
+    return entry, ""
 
 
-def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
-    assert process.stdout is not None
-    with process.stdout:
-        for line in process.stdout:
-            lines.put(line)
-    lines.put(None)
+def _answer(line: str) -> dict[str, Any]:
+    from zoo.ways import run
+
+    name, way, mode, stages = line.rsplit(maxsplit=3)
+    entry, why_not_built = _entry(name)
+    called.clear()
+    if why_not_built:
+        row = Row(entry.name, entry.family, way, mode, int(stages), "not built", why_not_built[:300])
+    else:
+        row = dataclasses.replace(run(entry, way, mode, int(stages)), called=sorted(called))
+    return dataclasses.asdict(row)
+
+
+if __name__ == "__main__":
+    serve(_answer)

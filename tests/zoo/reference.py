@@ -1,10 +1,9 @@
 """What is right: a step of the plain model, and how much another step may differ from it.
 
-A step is forward, a loss that looks at every number of every output, and backward. The plain model runs over the same
-micro-batches as a pipeline, its outputs are put together, and random functions get the seeds that they have in a
-pipeline. Steps are equal where outputs (values, types and tree), gradients (every one by name; none where the plain
-model has none) and buffers are. A number may differ by 1e-4 of the largest in its tensor; in a tensor that is small
-beside the others of its kind (a gradient that is zero but for rounding), by 1e-6 of the largest of all.
+A step is forward, a loss that looks at every number of every output, and backward. Steps are equal where outputs
+(values, types and tree), gradients (every one by name; none where the plain model has none) and buffers are. A number
+may differ by 1e-4 of the largest in its tensor; in a tensor that is small beside the others of its kind (a gradient
+that is zero but for rounding), by 1e-6 of the largest of all.
 """
 
 import contextlib
@@ -14,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from helpers.oracle import Seeded, draw_seed
+from helpers.oracle import Seeded
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.utils.accelerator import mix_seed
 from zoo.entry import BATCH, Call, Entry
 
 CHUNKS = 2
@@ -58,25 +56,6 @@ class Comparison:
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
-
-
-def plain_step(entry: Entry, *, training: bool, gradients: bool = True) -> Step:
-    """The reference: the plain model over micro-batches, or on the mini-batch where that is right."""
-    count = 1 if entry.is_whole else CHUNKS
-    whole = _whole_output(entry, training, gradients)
-    model, inputs = entry.build()
-    model.train(training)
-    torch.manual_seed(STEP_SEED)
-    seed = draw_seed(True)
-    parts = []
-    with torch.set_grad_enabled(gradients):
-        for i, (args, kwargs) in enumerate(micro_batches(entry, inputs, count)):
-            with Seeded(mix_seed(seed, i)):
-                parts.append(flat(model(*args, **kwargs)))
-        outputs = _together(whole, parts)
-        if gradients:
-            back(outputs)
-    return step_of(model, outputs, inputs)
 
 
 @contextlib.contextmanager
@@ -146,30 +125,6 @@ def weighted(outputs: Leaves) -> Tensor:
             weights = torch.cos(torch.arange(numbers.numel(), dtype=torch.float32)).view(numbers.shape)
             losses.append((numbers.float() * weights.to(numbers.device)).mean())
     return torch.stack(losses).sum() if losses else torch.zeros(())
-
-
-def _whole_output(entry: Entry, training: bool, gradients: bool) -> Leaves:
-    model, (args, kwargs) = entry.build()
-    model.train(training)
-    with torch.set_grad_enabled(gradients):
-        return flat(model(*args, **kwargs))
-
-
-def _together(whole: Leaves, parts: Sequence[Leaves]) -> Leaves:
-    """Outputs of micro-batches as one output; the output of the mini-batch tells in which dimension."""
-    if len(parts) == 1:
-        return parts[0]
-    gathered = []
-    for (path, want), *pieces in zip(whole, *parts, strict=True):
-        leaves = [leaf for _, leaf in pieces]
-        if not isinstance(want, Tensor):
-            gathered.append((path, want))
-        elif want.ndim == 0 and want.is_floating_point():
-            gathered.append((path, torch.stack(leaves).mean()))
-        else:
-            dims = [d for d, size in enumerate(want.shape) if size != leaves[0].shape[d]]
-            gathered.append((path, torch.cat(leaves, dims[0]) if dims else leaves[0]))
-    return gathered
 
 
 def flat(value: Any, path: str = "") -> Leaves:

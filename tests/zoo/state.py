@@ -244,7 +244,7 @@ class _Language(Layered, embed=lambda: nn.Embedding(50, 8), layers=linears, head
         return self.head(x)
 
 
-@own(STATE, lambda: call(tokens(), _padded_labels()), is_whole=True)
+@own(STATE, lambda: call(tokens(), _padded_labels()))
 class PaddedLoss(_Language):
     """A mean over the labels that are no padding, which the model takes itself."""
 
@@ -254,7 +254,7 @@ class PaddedLoss(_Language):
         return {"loss": loss, "logits": logits}
 
 
-@own(STATE, lambda: call(tokens(), _padded_labels(), torch.tensor(21)), is_whole=True)
+@own(STATE, lambda: call(tokens(), _padded_labels(), torch.tensor(21)))
 class CountedLoss(_Language):
     """A sum over the number of items in the batch, which comes as an input."""
 
@@ -264,7 +264,7 @@ class CountedLoss(_Language):
         return {"loss": loss / num_items_in_batch, "logits": logits}
 
 
-@own(STATE, lambda: call(tokens(), padding()), is_whole=True)
+@own(STATE, lambda: call(tokens(), padding()))
 class MaskedLoss(_Language):
     """A sum over those that a mask keeps, divided by how many they are."""
 

@@ -135,26 +135,17 @@ def _at_sizes(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
     sized = with_sizes(entry, training)
     if sized is None:
         return {"verdict": "right", "message": "no size can vary"}
-    model, (args, kwargs) = entry.build()
-    model.train(training)
     found: dict[str, Any] = {"sizes": str(sized)}
-    try:
-        with fxpipe.pipeline(
-            model, workers(stages), CHUNKS, example_args=args, example_kwargs=kwargs, **entry.options
-        ) as pipe:
-            for one in (entry, *map(sized.at, sized.sizes)):
-                verdict, message = _verified(pipe, one.build()[1])
-                if verdict != "right":
-                    return found | {"verdict": verdict, "message": message}
-            graphs = len(pipe._fxpipe.graphs)
-            why = _why_many(pipe) if graphs > MANY_GRAPHS else ""
-            return found | {"verdict": "right", "graphs": graphs, "message": why}
-    except InternalError as error:
-        return found | {"verdict": "fails", "message": _text(error)}
-    except FxpipeError as error:
-        return found | {"verdict": "refused", "message": _text(error)}
-    except Exception as error:
-        return found | {"verdict": "fails", "message": _text(error)}
+
+    def judge(pipe: fxpipe.Pipeline) -> tuple[str, str]:
+        for one in (entry, *map(sized.at, sized.sizes)):
+            verdict, message = _verified(pipe, one.build()[1])
+            if verdict != "right":
+                return verdict, message
+        found["graphs"] = len(pipe._fxpipe.graphs)
+        return "right", _why_many(pipe) if found["graphs"] > MANY_GRAPHS else ""
+
+    return found | _judged(entry, training, stages, CHUNKS, judge)
 
 
 def _why_many(pipe: fxpipe.Pipeline) -> str:
