@@ -2417,6 +2417,18 @@ OPTIONS = (
 PLANNING = (
     Mutant(
         "planning/cost_model.py",
+        "if needing_all(traced.combinations) is None:",
+        "if traced.combinations is not None:",
+        "behaviour/test_joint_tail.py::test_plans_know_the_tail",
+    ),
+    Mutant(
+        "profiling/loss_cost.py",
+        "return ahead / self.micro_batches, back / self.micro_batches",
+        "return ahead, back",
+        "unit/profiling/test_loss_cost.py::test_a_micro_batch_has_its_share_of_a_joint_tail",
+    ),
+    Mutant(
+        "planning/cost_model.py",
         "is_between_processes = settings.is_over_processes and",
         "is_between_processes = settings.processes and",
         "unit/planning/test_cost_model.py::test_cuts_are_compared_by_the_step_that_their_plan_will_have",

@@ -22,6 +22,7 @@ from fxpipe.tracing.node_info import bytes_at, bytes_formula, info
 from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.utils import accelerator
+from fxpipe.utils.output_combination import needing_all
 
 
 def chain_of(traced: Traced, profiles: Sequence[Profile], samples: int, forbidden: Mapping[int, str]) -> Chain:
@@ -59,11 +60,12 @@ def _chain_at(
     working = [size(cost.working_bytes) for cost in by_place[0]]
     loss: tuple[float, ...] = ()
     if all(profile.loss is not None for profile in profiles):
-        # The last place is always on the last stage, which computes the loss.
+        # The last place is always on the last stage, which computes the loss. During a joint tail all stages wait.
         of_loss = [profile.loss for profile in profiles if profile.loss is not None]
-        loss = tuple((cost.forward + cost.backward).at(samples) for cost in of_loss)
-        for row, seconds in zip(backward, loss, strict=True):
-            row[-1] += seconds
+        if needing_all(traced.combinations) is None:
+            loss = tuple((cost.forward + cost.backward).at(samples) for cost in of_loss)
+            for row, seconds in zip(backward, loss, strict=True):
+                row[-1] += seconds
         working[-1] = max(working[-1], size(of_loss[0].working_bytes))
     used = [
         (attribute_tensor(traced, node), sorted(effects.place[user] for user in node.users if user in effects.place))

@@ -71,7 +71,7 @@ def stage_bytes(traced: Traced, starts: Sequence[int], profiles: Sequence[Profil
     flows = [polynomial(formula) for formula, *_ in value_flows(traced)]
     held = [polynomial(saved.bytes) for saved in profile.saved]
     working = [{polynomial(costs[node.name].working_bytes)} for node in traced.nodes]
-    if chain.loss and profile.loss is not None:
+    if profile.loss is not None:
         working[-1].add(polynomial(profile.loss.working_bytes))
     # The sizes at which polynomials are compared to find the largest.
     most = dict(largest_lengths(traced, profile))
@@ -204,7 +204,7 @@ def plan_of_cut(cut: Cut, program: Program, batch: int, settings: Settings) -> P
                 update_seconds=update,
                 modules=tuple(info(node).module for node in traced.nodes[start:end]),
                 shares=time_shares(own, samples),
-                loss_seconds=cost.loss,
+                loss_seconds=cost.loss or (0.0 if loss is None else (loss.forward + loss.backward).at(samples)),
                 host=cost.host,
                 **sizes_of_stages[j],
             )

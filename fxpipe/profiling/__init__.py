@@ -41,6 +41,7 @@ from fxpipe.tracing.parameter_offload import parameters_at_home
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.utils import accelerator
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
+from fxpipe.utils.output_combination import needing_all
 from fxpipe.utils.polynomial import SizePoint, fit_counts, polynomial_sum
 from fxpipe.utils.progress import phase, show_progress
 from fxpipe.utils.pytree import flatten
@@ -117,7 +118,9 @@ def profile(
         preserve_state(loss_fn) if isinstance(loss_fn, nn.Module) else contextlib.nullcontext(),
         with_fake_tensors(traced.model, inputs) as leaves,
     ):
-        loss = None if planned is None else partial(MicroBatchLoss.of, traced, planned, traced.batch_of(leaves))
+        loss = None
+        if planned is not None or needing_all(traced.combinations) is not None:
+            loss = partial(MicroBatchLoss.of, traced, planned, traced.batch_of(leaves))
         place = _device_of_model(traced, leaves) if device is None else accelerator.parse_device("device", device)
         phase("counting operations")
         if is_faked() and chosen is None:

@@ -5,6 +5,9 @@
             └────────────── gradients ◀────────────────┘
 
 It is measured or estimated like a node, under the graph's output node. Both directions are part of F of the last stage.
+
+If outputs need the whole mini-batch (a joint tail), it is computed once, of the values of all micro-batches. Of its
+seconds each micro-batch has an equal share; its bytes are those of the whole.
 """
 
 from __future__ import annotations
@@ -20,15 +23,16 @@ from torch import fx
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.backward_timing import Clock
-from fxpipe.profiling.flops import NodeOperations
+from fxpipe.profiling.flops import NodeOperations, OperationCounts
 from fxpipe.profiling.node_kinds import as_leaf
 from fxpipe.profiling.probe import OperationCounter
 from fxpipe.runtime.losses import check_loss_function, checked_loss
-from fxpipe.runtime.step_inputs import target_dims
+from fxpipe.runtime.step_inputs import combine, target_dims
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.tensors import slice_samples, tensors_in
 from fxpipe.tracing.traced import Traced
 from fxpipe.utils.batch_split import rows_of_inputs
+from fxpipe.utils.output_combination import needing_all
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
 LossOf = Callable[[Mapping[fx.Node, Any], int], "MicroBatchLoss"]  # (values of the graph, samples) -> their loss
@@ -55,38 +59,50 @@ def parse_loss(loss_fn: Any, target: Any) -> PlannedLoss | None:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLoss:
-    """The loss of one micro-batch."""
+    """The loss of one micro-batch, or of a mini-batch with a joint tail."""
 
     traced: Traced
-    function: Callable[..., Any]
-    outputs: tuple[Any, ...]  # leaves of the model's output; they require grad if their gradients are needed
+    function: Callable[..., Any] | None  # None: the sum of the outputs of the tail
+    outputs: tuple[Any, ...]  # what micro-batches hand out; these require grad if their gradients are needed
     target: tuple[Any, ...]
+    micro_batches: int = 1  # that it is of
 
     @classmethod
     def of(
-        cls, traced: Traced, loss: PlannedLoss, batch: int, values: Mapping[fx.Node, Any], samples: int
+        cls, traced: Traced, loss: PlannedLoss | None, batch: int, values: Mapping[fx.Node, Any], samples: int
     ) -> MicroBatchLoss:
         """Returns the loss of this number of samples of an example with `batch`, for these values of the graph."""
-        outputs = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in (*traced.outputs, *traced.pieces)]
-        for one in traced.combinations:
-            outputs[one.output] = one.of(outputs)
-        outputs = outputs[: len(traced.outputs)]
+        outputs = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in traced.handed_out]
+        count = 1 if needing_all(traced.combinations) is None else batch // samples
+        if count > 1:
+            rows = zip(outputs, traced.handed_out_dims, strict=True)
+            outputs = [combine([value] * count, how, [1 / count] * count, "the output") for value, how in rows]
         device = next((tensor.device for tensor in tensors_in(outputs)), None)
+        function, own_target = (None, ()) if loss is None else (loss.function, loss.target)
 
         def beside_outputs(tensor: torch.Tensor) -> torch.Tensor:
             return fake_if_active(tensor.detach()).to(tensor.device if device is None else device)
 
-        targets, spec = flatten(map_tensor_leaves(beside_outputs, loss.target))
-        part = slice_samples(targets, target_dims(targets, batch, rows_of_inputs(traced.in_dims)), 0, samples)
-        return cls(traced, loss.function, tuple(outputs), pytree.tree_unflatten(part, spec))
+        targets, spec = flatten(map_tensor_leaves(beside_outputs, own_target))
+        part = slice_samples(targets, target_dims(targets, batch, rows_of_inputs(traced.in_dims)), 0, count * samples)
+        return cls(traced, function, tuple(outputs), pytree.tree_unflatten(part, spec), count)
 
     def __call__(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns the loss, and the outputs that its gradient goes to. Raises errors of `loss_fn` with a note."""
         own = [as_leaf(value) if isinstance(value, torch.Tensor) else value for value in self.outputs]
         target = map_tensor_leaves(torch.clone, self.target)  # `loss_fn` may write to it
+        outputs, tail = list(own), []
         try:
             with set_thread_state(self.traced.state), torch.enable_grad():
-                value = self.function(pytree.tree_unflatten(own, self.traced.out_spec), *target)
+                for one in self.traced.combinations:
+                    outputs[one.output] = one.of(own)
+                    tail += [outputs[one.output]] if one.requires_grad else []
+                if self.function is None:
+                    value = sum(x.float().sum() for x in tail)
+                else:
+                    value = self.function(
+                        pytree.tree_unflatten(outputs[: len(self.traced.outputs)], self.traced.out_spec), *target
+                    )
         except Exception as error:
             error.add_note(LOSS_NOTE)
             raise
@@ -94,13 +110,15 @@ class MicroBatchLoss:
         return loss, [leaf for leaf in own if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
     def seconds(self, clock: Clock, repeats: int) -> tuple[float, float]:
+        """Measures the seconds of forward, and of backward to the outputs, for one micro-batch."""
         forward, backward = [], []
         for _ in range(repeats + 1):
             seconds, (loss, starts) = clock.seconds(self)
             ends = [loss] if loss.requires_grad else []
             forward.append(seconds)
             backward.append(clock.backward_seconds(ends, starts, list(map(torch.ones_like, ends)), ()))
-        return median(forward[1:]), max(0.0, median(backward[1:]))  # the first is a warm-up
+        ahead, back = median(forward[1:]), max(0.0, median(backward[1:]))  # the first is a warm-up
+        return ahead / self.micro_batches, back / self.micro_batches
 
     def probe(self) -> tuple[int, NodeOperations]:
         """Counts the peak bytes in addition to the outputs, with their gradients; records the operations."""
@@ -108,11 +126,17 @@ class MicroBatchLoss:
         with counter, torch.autograd.set_multithreading_enabled(False):
             counter.begin((*tensors_in(self.outputs), *tensors_in(self.target)))
             loss, starts = self()
-            forward, ones = counter.take(), torch.ones_like(loss)
+            forward, ones = self._share(counter.take()), torch.ones_like(loss)
             counter.take()
             gradients: Any = ()
             if loss.requires_grad and starts:
                 gradients = torch.autograd.grad(loss, starts, ones, allow_unused=True)
-            backward = counter.take()
+            backward = self._share(counter.take())
         del gradients  # not earlier: they count
         return counter.most, NodeOperations(forward, backward, backward)
+
+    def _share(self, operations: tuple[OperationCounts, ...]) -> tuple[OperationCounts, ...]:
+        """Returns what one micro-batch has of them."""
+        return tuple(
+            (dtype, flops // self.micro_batches, moved // self.micro_batches) for dtype, flops, moved in operations
+        )

@@ -173,7 +173,7 @@ class TimingRounds:
                 self.effects.drop_unused(node, self.values)
                 self.step()
             self._back.go()
-            for n in (*self.traced.outputs, *self.traced.pieces) if self.keeps_outputs and not self.outputs else ():
+            for n in self.traced.handed_out if self.keeps_outputs and not self.outputs else ():
                 if isinstance(n, fx.Node):
                     self.outputs[n] = self.values[n] if n in self.values else self._held(n)
         finally:

@@ -140,7 +140,7 @@ class _StorageObserver:
         self.by_roles: dict[Hashable, Probe] = {}  # by kind and roles of the inputs
         self.value_bytes: dict[fx.Node, int] = {}
         self.fixed: set[fx.Node] = set()  # independent of inputs: their gradients are of parameters
-        self.handed_out = {n for n in (*traced.outputs, *traced.pieces) if isinstance(n, fx.Node) and keeps_outputs}
+        self.handed_out = {n for n in traced.handed_out if isinstance(n, fx.Node) and keeps_outputs}
         self.outputs: dict[fx.Node, Any] = {}
         ends = (*traced.handed_out, *traced.assigned.values(), *effects.written_inputs)
         self._outputs = {o for o in ends if isinstance(o, fx.Node)}

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -144,8 +144,8 @@ class StepRecord(HasTimeline):
 
     @property
     def loss_seconds(self) -> float:
-        """The median seconds of a micro-batch's loss; 0 for a drop-in."""
-        return median(self.losses) if self.losses else 0.0
+        """The mean seconds of a micro-batch's loss, of which a joint tail is a part; 0 for a drop-in."""
+        return fmean(self.losses) if self.losses else 0.0
 
     def bubble(self, device: int) -> float:
         """Returns the share of the step in which a device was idle."""
@@ -220,7 +220,7 @@ class StepRecord(HasTimeline):
             for d, one in enumerate(self.devices)
             if one.peak_memory is not None
         ]
-        loss = [f"the loss took {human_seconds(self.loss_seconds)} of each F of the last stage"] if self.losses else []
+        loss = [f"the loss took {human_seconds(sum(self.losses))} of all F of the last stage"] if self.losses else []
         if self.verification:
             loss.append(
                 f"then it was verified in {human_seconds(self.verification)}: taken of the whole mini-batch, as in the "

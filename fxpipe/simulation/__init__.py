@@ -16,9 +16,10 @@ direction of each pair of devices, and resources that links share (`Transfer.ove
 carries one transfer at a time, in the order in which they are sent. Replicas of a pipeline reduce the gradients of
 their stages (`ReductionSpan`). Actions also need the host that queues them (`HostCost`).
 
-Simplifications: a stage takes equally long for every micro-batch; copies do not slow down computation; a loss takes no
-time unless the plan has it; values in transfer, and gradients of values, take no memory; if the loss uses an output of
-an earlier stage, the gradient of the output leaves with B of the last stage.
+Simplifications: a stage takes equally long for every micro-batch, even if its last F computes a joint tail; copies do
+not slow down computation; a loss takes no time unless the plan has it; values in transfer, and gradients of values,
+take no memory; if the loss uses an output of an earlier stage, the gradient of the output leaves with B of the last
+stage.
 
 `events.py` runs the events, `simulation_result.py` holds the result with the critical path, `simulate_stream` simulates
 streams of mini-batches, and `fxpipe.planning.plans.simulate_plan` simulates plans (`fxpipe.simulate`).

@@ -497,19 +497,19 @@ class Simulation(HasTimeline):
     def compared(self, record: HasTimeline) -> StepComparison:
         """Compares with a step that ran the same actions: `print(simulation.compared(pipe.last_step))`.
 
-        If the simulation has no time of the loss, it takes the time from the step.
+        If the simulation has no time of the loss, it takes the time from the step; if the step has none (in a drop-in
+        it is computed between forward and backward), it is simulated without.
 
         Raises:
             ArgumentError: the step ran different actions.
         """
         step = record.as_step(has_memory=False)
-        comparison = compare_steps(self.as_step(has_memory=False), step)
-        if not step.loss_seconds or self.stages[-1].loss:
-            return comparison
+        if bool(step.loss_seconds) == bool(self.stages[-1].loss):
+            return compare_steps(self.as_step(has_memory=False), step)
         loss = step.loss_seconds / self.schedule.micro_batches
         stages = (*self.stages[:-1], replace(self.stages[-1], loss=loss))
         learnt = simulate_checked(self.schedule, stages, self.transfers, self.overlaps, self.one_interpreter)
-        return replace(compare_steps(learnt.as_step(has_memory=False), step), learns_loss=True)
+        return replace(compare_steps(learnt.as_step(has_memory=False), step), learns_loss=loss > 0)
 
     _repr_pretty_ = show_as_printed
 

@@ -605,3 +605,30 @@ def test_numbers_of_boxes_that_only_python_of_the_tail_reads_need_no_graph(name)
                 one(*batch).backward()
             assert_gradients(model, plain)
         assert len(pipe._fxpipe.graphs) == SIZES_OF_BOXES[name][1]
+
+
+def test_plans_know_the_tail():
+    with torch.device("meta"):
+        model, batch = TwoTowers(), (torch.randn(8192, WIDTH), torch.randn(8192, WIDTH))
+    seconds = []
+    for chunks in (2, 8):
+        plan = fxpipe.plan(model, 2, example_args=batch, chunks=chunks, hardware="a100-80gb")
+        first, last = plan.stages
+        assert first.loss_seconds == 0
+        seconds.append(last.loss_seconds * chunks)
+        # No stage works while the tail is computed: stages are as even as without it.
+        assert last.loss_seconds > first.seconds > last.backward_seconds
+        assert fxpipe.simulate(plan).memory[-1].at_peak.working > 2 * 8192 * 8192 * 4  # the scores and their gradient
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.05)  # rel: operations of a micro-batch take a launch at least
+
+
+def test_steps_are_compared_with_the_tail_where_it_runs():
+    x, y = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
+    with fxpipe.pipeline(TwoTowers(), ["cpu", "cpu"], chunks=4, example_args=(x, y)) as pipe:
+        pipe.forward_backward(x, y, loss_fn=lambda output: output[0])
+        compared = fxpipe.simulate(pipe.plan).compared(pipe.last_step)
+        assert not compared.learns_loss
+        assert compared.loss.simulated > 0
+        pipe(x, y)[0].backward()  # the tail runs between the forwards and the backwards
+        compared = fxpipe.simulate(pipe.plan).compared(pipe.last_step)
+        assert compared.loss is None

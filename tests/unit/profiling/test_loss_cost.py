@@ -15,6 +15,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
 from fxpipe.profiling import Profile, Seconds
+from fxpipe.profiling.loss_cost import MicroBatchLoss
 from fxpipe.scheduling.actions import ActionKind
 from fxpipe.tracing import trace
 
@@ -140,6 +141,31 @@ def test_an_error_of_the_loss_says_why_it_was_called():
     with pytest.raises(ZeroDivisionError) as raised:
         fxpipe.plan(layers(), 2, example_args=(x,), loss_fn=broken)
     assert "called to find out what it costs" in raised.value.__notes__[0]
+
+
+class Distances(Layered, lin=WIDTH):
+    def forward(self, x):
+        z = self.lin(x)
+        return torch.cdist(z, z).mean()
+
+
+class OneAndTwoSeconds:
+    """A clock: forward takes one, backward two."""
+
+    def seconds(self, function: Any) -> Any:
+        return 1.0, function()
+
+    def backward_seconds(self, *_: Any) -> float:
+        return 2.0
+
+
+def test_a_micro_batch_has_its_share_of_a_joint_tail():
+    traced = trace(Distances(), (batch()[0],), chunks=4)
+    values = {piece: torch.randn(2, WIDTH, requires_grad=True) for piece in traced.pieces}
+    loss = MicroBatchLoss.of(traced, None, BATCH, values, 2)
+    assert [len(value) for value in loss.outputs if value is not None] == [BATCH]
+    assert loss.seconds(OneAndTwoSeconds(), 1) == (0.25, 0.5)
+    assert loss.probe()[0] >= BATCH * BATCH * 4
 
 
 # -- the plan heeds it -------------------------------------------------------------------------------------------------
