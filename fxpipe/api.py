@@ -14,7 +14,7 @@ from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.planning.options.pipeline_options import CutAndModelOptions, make_settings, shows_options
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.retarget import replicas_in_turn
-from fxpipe.planning.tuning.candidate_search import with_best_schedule
+from fxpipe.planning.tuning.candidates import with_best_schedule
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.utils.units import parse_number, with_article
 

@@ -176,7 +176,7 @@ RUNTIME = (
         "behaviour/test_stage_optimizers.py::test_an_optimizer_that_computes_something_of_all_parameters_is_refused",
     ),
     Mutant(
-        "pipe/parameter_groups.py",
+        "optim.py",
         "        if not equal_values(chosen, other):",
         "        if False:",
         "behaviour/test_stage_optimizers.py::test_bad_input_is_refused",
@@ -990,7 +990,7 @@ SIMULATION = (
         "unit/utils/test_progress.py::test_a_pass_that_takes_long_is_named_while_it_runs",
     ),
     Mutant(
-        "planning/tuning/candidate_search.py",
+        "planning/tuning/candidates.py",
         "simulate(plan, updates=False)",
         "simulate(plan)",
         "unit/simulation/test_stream_simulation.py::test_the_tuner_compares_a_stream_by_its_mini_batches",

@@ -25,7 +25,7 @@ from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.pipe.train_stream import TrainStream
 from fxpipe.planning.options.pipeline_options import check_replicas, make_settings
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.candidate_search import with_best_schedule
+from fxpipe.planning.tuning.candidates import with_best_schedule
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_record import StepRecord
@@ -85,8 +85,6 @@ class DistributedPipeline(Pipeline):
 
     __slots__ = ()
     _fxpipe: RankState
-
-    # -- Running -----------------------------------------------------------------------------------------------------
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for a mini-batch, without gradients. Raises `StateError` if they are enabled.
@@ -174,8 +172,6 @@ class DistributedPipeline(Pipeline):
         )
         return replace(known[0], actions=tuple(actions), transfers=transfers, devices=devices)
 
-    # -- Tensors of this rank ----------------------------------------------------------------------------------------
-
     def _own(self) -> set[int]:
         return {id(tensor) for tensor in self._fxpipe.own_tensors().values()}
 
@@ -238,8 +234,6 @@ class DistributedPipeline(Pipeline):
             return fn(tensor) if has_values(tensor) else tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
 
         return super()._apply(cast, recurse)
-
-    # -- Lifecycle ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Closes the connections to the other ranks; the model is unchanged. Each rank calls it."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect import targets
 from fxpipe.inspect.gantt import TIMELINE_FORMATS
-from fxpipe.inspect.hugging_face import HUGGING_FACE_PREFIX, ModelType, parse_model_type
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
 from fxpipe.scheduling.factory import refuse_bidirectional
 
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
 
 
-Subject: TypeAlias = targets.Target | ModelType | Path  # the path of a saved plan
+Subject: TypeAlias = targets.Target | targets.ModelType | Path  # the path of a saved plan
 
 
 def parse_subject(text: str) -> Subject:
     """Parses `hf:gpt2`, `plan.json`, or a factory."""
-    if text.startswith(HUGGING_FACE_PREFIX):
-        return parse_model_type(text)
+    if text.startswith(targets.HUGGING_FACE_PREFIX):
+        return targets.parse_model_type(text)
     if text.endswith(".json"):
         return Path(text)
     try:

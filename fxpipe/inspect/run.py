@@ -18,7 +18,6 @@ import fxpipe
 from fxpipe._torch.error_messages import allocator_error, requested_bytes
 from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, TooManyStagesError
 from fxpipe.inspect import cli_options, step_summary, targets
-from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
 from fxpipe.inspect.json_document import Findings, findings_document
 from fxpipe.inspect.plan_text import plan_text, tuning_text
 from fxpipe.inspect.report import save_report
@@ -52,18 +51,18 @@ class LoadedModel:
 
 def load_requested_model(request: cli_options.Request) -> LoadedModel:
     assert not isinstance(request.target, Path)
-    is_shipped = isinstance(request.target, ModelType)
+    is_shipped = isinstance(request.target, targets.ModelType)
     with torch.device("meta") if request.meta else contextlib.nullcontext():
-        if isinstance(request.target, ModelType):
-            model = load_hugging_face_model(request.target, request.kwargs)
+        if isinstance(request.target, targets.ModelType):
+            model = targets.load_hugging_face_model(request.target, request.kwargs)
         else:
             model = targets.load_model(request.target, request.kwargs)
     if request.eval:
         model.eval()
     drawn: tuple[targets.InputOption, ...] = ()
     if is_shipped and not request.inputs:
-        drawn = example_inputs(model, request.options.get("chunks", 1))
-    below = vocabulary_size(model) if is_shipped else 2
+        drawn = targets.example_inputs(model, request.options.get("chunks", 1))
+    below = targets.vocabulary_size(model) if is_shipped else 2
     arguments = targets.make_arguments(request.inputs or drawn, integers_below=below, on_meta=request.meta)
     if request.loss is None:
         return LoadedModel(model, arguments, drawn, None)
@@ -272,9 +271,6 @@ def _sweep_rows(
         most = cli_options.most_devices(devices, step_summary.USUAL_DEVICES, hardware)
     counts = sorted({*(2**power for power in range(most.bit_length())), len(devices)})  # 1, 2, 4 ... and as requested
     return tuple(step_summary.sweep_devices(counts, schedules, plan_for))
-
-
-# -- The output: findings as text, as JSON and in files ---------------------------------------------------------------
 
 
 def output_text(findings: Findings, request: cli_options.Request) -> str:

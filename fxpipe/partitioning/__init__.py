@@ -4,8 +4,8 @@ By time alone: `block.py` (the algorithm and its proof), `manual_cuts.py` (the u
 them).
 
 With transfers, memory and unequal devices: `chain.py` (the graph in numbers, and the loads of a stage),
-`optimal.py` (the best cut, and errors), `search.py` (the search), `intervals.py` (fast loads of any stage),
-`partial_recompute.py` (stages that recompute only a part).
+`optimal.py` (the best cut, its search, and errors), `intervals.py` (fast loads of any stage), `partial_recompute.py`
+(stages that recompute only a part).
 
 With replicas of stages: `pipedream.py`. `cut_least_misplaced` cuts a later graph of the same model like the first.
 """

@@ -44,12 +44,7 @@ def block_partition(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
         >>> block_partition([4, 1, 1, 3, 0, 2, 1, 2], 3)
         (2, 3, 3)
 
-    Args:
-        costs: finite numbers >= 0 in any common unit.
-        blocks: at least 1.
-
-    Raises:
-        PartitionError: there are fewer costs than blocks.
+    `costs`: finite numbers >= 0 in any common unit. `blocks`: at least 1. Raises `PartitionError` for fewer costs.
     """
     if len(costs) < blocks:
         raise PartitionError(f"blocks={blocks}, but there are only {len(costs)} costs to cut")

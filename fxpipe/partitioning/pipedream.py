@@ -62,27 +62,19 @@ class ReplicatedPartition:
 
 
 def pipedream_partition(
-    times: Sequence[float],
-    activation_bytes: Sequence[float],
-    weight_bytes: Sequence[float],
-    levels: Sequence[BandwidthLevel],
+    times: Sequence[float],  # seconds of each layer for a mini-batch, forward and backward
+    activation_bytes: Sequence[float],  # of the output of each layer; the last is ignored
+    weight_bytes: Sequence[float],  # of the trained parameters of each layer
+    levels: Sequence[BandwidthLevel],  # the lowest first
     *,
-    required: Sequence[int] = (),
+    required: Sequence[int] = (),  # layers that must begin a stage
 ) -> ReplicatedPartition:
     """Finds the stages and replicas that minimize the seconds of the slowest stage or boundary.
 
         >>> str(pipedream_partition([9.0, 1.0], [0.0, 0.0], [0.0, 9e9], [BandwidthLevel(4, 1e9)]))
         '3-1'
 
-    Args:
-        times: seconds of each layer for a mini-batch, forward and backward.
-        activation_bytes: bytes of the output of each layer; the last is ignored.
-        weight_bytes: bytes of the trained parameters of each layer.
-        levels: the lowest first.
-        required: layers that must begin a stage.
-
-    Raises:
-        PartitionError: no partition on all workers has a stage that begins with each required layer.
+    Raises `PartitionError` if no partition on all workers has a stage that begins with each required layer.
     """
     tables = list[_LevelTable]()
     for level in levels:

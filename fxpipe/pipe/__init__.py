@@ -2,6 +2,6 @@
 
 `pipeline_module` (the module), `pipeline_class` (its class, derived from the model's), `pipeline_state` (its engine and
 parameters), `programs` (which program a step runs: found, or recorded and bound to devices),
-`model_calls` (parsing of mini-batches and micro-batches), `train_stream` (loops without a flush), `parameter_groups`
-(of optimizers), `verification` (`fxpipe.verify`).
+`model_calls` (parsing of mini-batches and micro-batches), `train_stream` (loops without a flush), `verification`
+(`fxpipe.verify`).
 """

@@ -35,7 +35,7 @@ from fxpipe.planning.passes import (
     refusal_of_evaluation,
 )
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.candidate_search import with_best_chunks
+from fxpipe.planning.tuning.candidates import with_best_chunks
 from fxpipe.runtime.bound_program import BoundProgram, StageReplica
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.runtime.wiring import wire_program
@@ -238,8 +238,6 @@ class Programs:
         if self.closed:
             raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
 
-    # -- lookup --------------------------------------------------------------------------------------------------------
-
     def find(
         self, calls: Sequence[ModelCall], is_handed_over: bool = False, in_one: bool = True, seed: int | None = None
     ) -> GivenInputs:
@@ -370,8 +368,6 @@ class Programs:
         bounds, targets = tuple(graph.bound for graph in graphs), tuple(one.call.target for one in inputs)
         return GivenInputs(bounds, [one.leaves for one in inputs], tuple(samples), targets, is_handed_over=True)
 
-    # -- the number of micro-batches -----------------------------------------------------------------------------------
-
     def _sizes(self, batch: int) -> list[int]:
         return samples_per_micro_batch(batch, self.settings.micro_batches(batch))
 
@@ -388,8 +384,6 @@ class Programs:
                 self.plan = with_best_chunks(self.plan, traced, batch, call.args, call.kwargs, self.settings)
             self.settings = replace(self.settings, chunks=self.plan.chunks)
         self._chosen_for = torch.is_grad_enabled(), batch
-
-    # -- recording -----------------------------------------------------------------------------------------------------
 
     def record(self, missing: MissingGraph, seed: int, graphs: list[CachedGraph]) -> None:
         """Records the graph of a call. If it is the next call without one, this appends the graph to `graphs`."""

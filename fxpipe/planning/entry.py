@@ -36,7 +36,7 @@ from fxpipe.planning.passes import (
 )
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.replication import choose_replicas
-from fxpipe.planning.tuning.candidate_search import prepare_best
+from fxpipe.planning.tuning.candidates import prepare_best
 from fxpipe.scheduling.streams import is_stream
 from fxpipe.tracing import Traced
 from fxpipe.tracing.model_state import in_mode, look_on_recording_device

@@ -13,14 +13,19 @@ from helpers.inspected import make_plan, refusal
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import as_options, parse_request, parse_subject
-from fxpipe.inspect.hugging_face import (
+from fxpipe.inspect.targets import (
+    InputOption,
+    InputShape,
     ModelType,
+    Target,
     example_inputs,
     load_hugging_face_model,
+    load_model,
+    make_arguments,
+    parse_keyword,
     parse_model_type,
     vocabulary_size,
 )
-from fxpipe.inspect.targets import InputOption, InputShape, Target, load_model, make_arguments, parse_keyword
 
 FACTORIES = """
 import torch

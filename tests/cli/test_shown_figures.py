@@ -19,8 +19,7 @@ from fxpipe.inspect.svg import Text
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.data import PlannedSize, StageBytes
 from fxpipe.planning.plans.figures import plan_figures
-from fxpipe.planning.tuning.candidate_search import NO_SHORTER
-from fxpipe.planning.tuning.candidates import CandidateResult, Tuning
+from fxpipe.planning.tuning.candidates import NO_SHORTER, CandidateResult, Tuning
 from fxpipe.simulation import HostCost
 from fxpipe.utils.polynomial import Polynomial
 from fxpipe.utils.units import human_bytes

@@ -38,12 +38,12 @@ from fxpipe.planning.options.pipeline_options import (
 )
 from fxpipe.planning.passes import ProfiledModel, batch_of_replica, holds_for_chunks, trace_and_profile
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.candidate_search import MemoryLimits, search_candidates, shortage_message
 from fxpipe.planning.tuning.candidates import (
     MAX_CHUNKS_PER_WORKER,
     TRIED_STAGES_PER_DEVICE,
     Candidate,
     CandidateResult,
+    MemoryLimits,
     ModelPlans,
     PlanSource,
     PlanVariants,
@@ -54,6 +54,8 @@ from fxpipe.planning.tuning.candidates import (
     memory_limits_of,
     order_for_table,
     rank_fitting,
+    search_candidates,
+    shortage_message,
     with_memory_limits,
 )
 from fxpipe.scheduling import CHECKPOINTS
