@@ -332,8 +332,6 @@ class RankEngine(Engine):
         return value if self.group.rank == source else map_tensor_leaves(lambda t: t.to(self.group.device), result)
 
 
-# -- Gradients ---------------------------------------------------------------------------------------------------------
-
 Reports = Sequence[Sequence[StepReport]]  # by replica and rank
 
 

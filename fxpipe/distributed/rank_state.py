@@ -416,9 +416,6 @@ def _on_cpu(call: ModelCall) -> ModelCall:
     return _moved(call, lambda t: t.detach().cpu().requires_grad_(t.requires_grad))
 
 
-# -- Comparison of ranks -----------------------------------------------------------------------------------------------
-
-
 def check_agreement(group: RankGroup, own: Fields, *, between_replicas: bool = True, is_long: bool = True) -> None:
     """Compares the fields of ranks in all replicas, or in this one. Raises `ArgumentError` on all ranks if they differ.
 

@@ -270,9 +270,6 @@ def plan_html(plan: PlanData) -> str:
     return notebook_view(plan_headline(plan, always_counts_devices=True), facts, *parts)
 
 
-# -- The result of a tuner: a table of the candidates that it compared -------------------------------------------------
-
-
 def tuning_table(tuning: Tuning, most: int, is_cut: bool = False) -> Table[CandidateResult]:
     """Returns a table of the first `most` candidates and the best; `is_cut`: only candidates with a plan."""
     rows = [row for row in tuning.rows if row.plan is not None or not is_cut]

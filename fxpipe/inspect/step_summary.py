@@ -315,9 +315,8 @@ def sweep_devices(
 ) -> list[Outcome]:
     """Returns a row for each number of devices and schedule; for one device, where schedules are equal, one row.
 
-    Args:
-        schedules: the user's schedule first.
-        plan_for: makes a plan for a number of devices and a schedule, or raises a `FxpipeError`.
+    `schedules`: the user's first. `plan_for`: makes a plan for a number of devices and a schedule, or raises a
+    `FxpipeError`.
     """
     rows: list[Outcome] = []
     for count in counts:

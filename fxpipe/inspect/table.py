@@ -143,9 +143,6 @@ def _markup(cell: Cell) -> str:
     return shown + (f" <small>{escape_markup(cell.note)}</small>" if cell.note else "")
 
 
-# -- The table of the devices of a step: their time and peak memory ----------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceFigures:
     index: int

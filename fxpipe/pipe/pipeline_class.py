@@ -122,8 +122,7 @@ def _without_cache(generate: Callable[..., Any]) -> Callable[..., Any]:
 def _change_class(pipe: Any, kind: type) -> None:
     """Changes the class of the model, for parametrizations, which next add a property to it.
 
-    Raises:
-        StateError: the class is not derived from the model's class alone (`fully_shard`).
+    Raises `StateError` if the class is not derived from the model's class alone.
     """
     model = pipe._fxpipe_model
     if kind.__bases__ != (type(model),) and kind not in type(model).__mro__:

@@ -136,8 +136,6 @@ class Pipeline(nn.Module):
         state = state or PipelineState(model, settings, plan, executor or executor_for(settings.row_devices))
         object.__setattr__(self, "_fxpipe", state)
 
-    # -- Running -----------------------------------------------------------------------------------------------------
-
     @torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward, engine = self._fxpipe_call.get("forward"), self._fxpipe.engine  # None: not replaced
@@ -446,8 +444,6 @@ class Pipeline(nn.Module):
                 inside.first = replace(inside.first, settings=inside.settings)
             inside.graphs.clear()  # recorded again when they are needed next
 
-    # -- Plan and step records ---------------------------------------------------------------------------------------
-
     @property
     def plan(self) -> Plan:
         """The stages, their costs and transfers; in terms of dynamic sizes, if a graph with these was recorded."""
@@ -502,8 +498,6 @@ class Pipeline(nn.Module):
         if plan is None:
             return notebook_view("Pipeline", first, *map(notebook_note, rest))
         return notebook_view("Pipeline", first) + plan_html(plan)
-
-    # -- Lifecycle ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stops the workers. The model stays as it is; calling the pipe again raises an error.

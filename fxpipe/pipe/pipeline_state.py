@@ -90,8 +90,6 @@ class PipelineState(Programs):
         self.settle()
         return first
 
-    # -- tensors of this process ---------------------------------------------------------------------------------------
-
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the parameters, buffers and plain attributes in this process by name, tied ones once."""
         return {slot.name: tensor for slot, tensor in slots_of(self.model).items()}
@@ -198,8 +196,6 @@ class PipelineState(Programs):
         """Returns the stages whose tensors live in this process."""
         return range(len(placement))
 
-    # -- training ------------------------------------------------------------------------------------------------------
-
     def checking(self) -> contextlib.AbstractContextManager[object]:
         """A block in which arguments are checked and micro-batches are read."""
         return contextlib.nullcontext()
@@ -237,8 +233,6 @@ class PipelineState(Programs):
         with noting_updates(updates):
             loss, outputs = self.engine.forward_backward(given_inputs, schedule, call, updates)
         return loss, outputs, updates is not None and bool(updates.begun)
-
-    # -- updates of the weights --------------------------------------------------------------------------------------
 
     def update(self, optimizer: StagewiseOptimizer) -> None:
         """Steps an optimizer: the parameters of each stage in its worker, if workers exist."""
@@ -278,8 +272,6 @@ class PipelineState(Programs):
             self._stages_of_parameters = {id(tensor): (tensor, j) for tensor, j in reversed([*used, *others])}
         _, stage = self._stages_of_parameters.get(id(parameter), (None, 0))
         return stage
-
-    # -- streams -------------------------------------------------------------------------------------------------------
 
     def check_stream_program(self, bound: BoundProgram, held: Collection[int]) -> None:
         """Raises `StateError` if a program cannot run in a stream. `held`: identities of trained parameters."""

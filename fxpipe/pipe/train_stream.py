@@ -215,8 +215,6 @@ class StreamLoop:
         optimizer, devices = self._optimizer, settings.stage_devices
         return kind(engine, context, order, settings.schedule, devices, optimizer, parameters, self._loss, seed, **more)
 
-    # -- the program of a mini-batch -----------------------------------------------------------------------------------
-
     def _given_inputs(self, call: ModelCall) -> GivenInputs:
         """Finds the program of a mini-batch; if it differs from the running one, waits for mini-batches in flight."""
         check_can_stream_now()

@@ -234,9 +234,6 @@ def _why_micro_batches_differ(traced: Traced, bound: BoundProgram) -> str:
     return "" if changed is None else f"forward changes {changed!r}"
 
 
-# -- a step ----------------------------------------------------------------------------------------------------------
-
-
 def _micro_batches(
     traced: Traced, leaves: Sequence[Any], batch: int, count: int, target: tuple[Any, ...]
 ) -> list[ModelCall]:
@@ -505,9 +502,6 @@ def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator
         handle.remove()
         for tensor, data in before:
             replace_data(tensor, data)
-
-
-# -- comparing -------------------------------------------------------------------------------------------------------
 
 
 def compare(want: Values, have: Values, moved: Values) -> tuple[Difference, ...]:

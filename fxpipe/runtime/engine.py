@@ -193,8 +193,6 @@ class Engine:
         """Returns the device of a row, if it is in this process."""
         return self.devices[row] if row < len(self.devices) else None
 
-    # -- updates of the weights --------------------------------------------------------------------------------------
-
     def update(
         self,
         updates: Mapping[int, Callable[[], None]],
@@ -215,8 +213,6 @@ class Engine:
         if notes is not None:
             notes.log.updates.append(step.log)
             self._last_step = None
-
-    # -- the drop-in -------------------------------------------------------------------------------------------------
 
     def call(self, given_inputs: GivenInputs, schedule: Schedule) -> Any:
         """Runs all forwards of a mini-batch and returns the output, whose backward runs all backwards, once."""
@@ -264,19 +260,12 @@ class Engine:
         step: Step,
         backward: Callable[[Sequence[torch.Tensor | None]], None],
         outputs: Sequence[torch.Tensor],
-        extra: Sequence[torch.Tensor] = (),
-        named: Mapping[str, torch.Tensor] | None = None,
-        end: Callable[[GradientList], GradientList] | None = None,
-        running: Callable[[], AbstractContextManager[None]] = nullcontext,
+        extra: Sequence[torch.Tensor] = (),  # leaves of the loss
+        named: Mapping[str, torch.Tensor] | None = None,  # the parameters that get gradients; None: all trained ones
+        end: Callable[[GradientList], GradientList] | None = None,  # makes gradients of the sums; None: divides them
+        running: Callable[[], AbstractContextManager[None]] = nullcontext,  # a block around `backward`
     ) -> tuple[torch.Tensor, ...]:
-        """Attaches `outputs` to the caller's graph: their backward runs `backward`, then returns the sums of the step.
-
-        Args:
-            extra: leaves of the loss.
-            named: the parameters that get gradients; None: all that are trained.
-            end: makes gradients of the sums; None: divides them.
-            running: a block around `backward`.
-        """
+        """Attaches `outputs` to the caller's graph: their backward runs `backward` and returns the sums of the step."""
         named = step.trained_parameters() if named is None else named
 
         def finish(gradients: Sequence[torch.Tensor | None]) -> GradientList:
@@ -291,8 +280,6 @@ class Engine:
 
         inputs = [*named.values(), *(one.tensor for one in step.trained), *extra]
         return attach_commit(finish, outputs, inputs, running)
-
-    # -- forward and backward in one ---------------------------------------------------------------------------------
 
     def forward_backward(
         self, given_inputs: GivenInputs, schedule: Schedule, call: LossCall, updates: OverlappedUpdates | None = None
@@ -398,8 +385,6 @@ class Engine:
                 return
         with gradient_rollback(leaves_below(root)):
             root.backward()
-
-    # -- updates of the weights within a step ------------------------------------------------------------------------
 
     def _run_with_updates(self, step: Step, schedule: Schedule, updates: OverlappedUpdates | None) -> None:
         if updates is None:

@@ -66,8 +66,6 @@ class Exchange:
         if wants:
             self._parts[name, i] = part
 
-    # -- forward -----------------------------------------------------------------------------------------------------
-
     def send(self, maker: int, name: str, i: int, value: Any) -> None:
         wants = False
         if isinstance(value, torch.Tensor):
@@ -88,8 +86,6 @@ class Exchange:
         if source != PIPE_INPUT:
             self.moved.append((name, source, user, i, boundary_value_bytes(value.value)))
         return value
-
-    # -- backward ----------------------------------------------------------------------------------------------------
 
     def send_gradient(self, link: ValueLink, i: int, gradient: torch.Tensor | None) -> None:
         if gradient is None:

@@ -191,8 +191,6 @@ def raise_failure(step: ActionPerformer) -> None:
             del failure  # else exception and frame would form a reference cycle
 
 
-# -- workers ---------------------------------------------------------------------------------------------------------
-
 POLL_SECONDS = 1.0  # seconds between two checks that the workers are alive
 
 

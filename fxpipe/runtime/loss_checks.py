@@ -96,11 +96,8 @@ class LossWeightingCheck:
     def difference(self, share: Callable[[int], Any], means_only: bool = False) -> str | None:
         """Describes how the weights of elements differ between micro-batches; None if they do not.
 
-        Waits for the values, which a GPU may still be computing.
-
-        Args:
-            share: the weight of a micro-batch.
-            means_only: ignore sums, since the model may divide them by its own numbers later.
+        Waits for the values, which a GPU may still be computing. `share`: the weight of a micro-batch. `means_only`:
+        ignores sums, since the model may divide them by its own numbers later.
         """
         by_place: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, Any]]] = {}
         for (key, i), noted in self.gradients.items():
@@ -402,12 +399,7 @@ class LossVerdict:
     """The verdict on whether elements have the same weight in all micro-batches."""
 
     def __init__(self, evidence: Sequence[Sequence[LossEvidence]], last: int = 0, firsts: Sequence[int] = (0,)):
-        """
-        Args:
-            evidence: by replica of the pipe and rank.
-            last: the rank of the last stage.
-            firsts: by replica, the number of its first micro-batch.
-        """
+        """`evidence`: by replica and rank. `last`: of the last stage. `firsts`: by replica, the first micro-batch."""
         self._evidence, self._firsts = evidence, firsts
         self._of_last = [of_replica[last] for of_replica in evidence]
         self._wrong = [self._difference(k, one.wrong, means_only=False) for k, one in enumerate(self._of_last)]

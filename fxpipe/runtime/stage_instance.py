@@ -48,9 +48,6 @@ def updated_running_statistics(
     in float64, in the order of micro-batches, so no bit depends on the schedule. Means are rounded to the buffer's
     dtype: if values are k times farther from 0 than from each other, the relative error of the variance is about
     k / 1e7 in float32. Calls that share running statistics update them in order, as in forward.
-
-    Args:
-        micro_batches: for each micro-batch, the statistics of each call of batch norm, in order.
     """
     after = dict(buffers)
     if not any(micro_batches):

@@ -59,20 +59,13 @@ class Step(ActionPerformer):
         ambient: CallerContext,
         losses: MicroBatchLosses | None = None,
         keep_outputs: bool = False,
-        split: frozenset[tuple[int, int]] = frozenset(),
+        split: frozenset[tuple[int, int]] = frozenset(),  # (stage, micro-batch) pairs with W
         look_at_elements: bool = False,
-        known_tensors: ModelTensors | None = None,
-        first_micro_batch: int = 0,
-        exchange: Callable[[StepInputs, Transport, bool, bool], Exchange] | None = None,
-        stages: Collection[int] | None = None,
+        known_tensors: ModelTensors | None = None,  # resolved tensors of the only program
+        first_micro_batch: int = 0,  # its number, a seed of random numbers
+        exchange: Callable[[StepInputs, Transport, bool, bool], Exchange] | None = None,  # creates it over processes
+        stages: Collection[int] | None = None,  # in this process; None: all
     ):
-        """
-        Args:
-            split: (stage, micro-batch) pairs with W.
-            known_tensors: resolved tensors of the only program.
-            first_micro_batch: its number, a seed of random numbers.
-            exchange, stages: creates the exchange, and the stages in this process, if others have stages.
-        """
         # Keep no reference to the inputs: their parts are freed with the stages that use them.
         self.bounds, self.trained, self.weights = inputs.bounds, inputs.trained, inputs.weights
         self.seed, self.recomputed, self.split = seed, recomputed, split
@@ -154,8 +147,6 @@ class Step(ActionPerformer):
     def micro_batches(self) -> int:
         return len(self.weights)
 
-    # -- for executors -----------------------------------------------------------------------------------------------
-
     def wait(self, action: Action) -> None:
         self.fences.wait(action)
         if self.has_losses_in_order and self.caller_context.takes_turns:  # a thread that holds the turn must not wait
@@ -181,8 +172,6 @@ class Step(ActionPerformer):
         if action.kind is ActionKind.RECOMPUTE:
             text += "; the forward of this micro-batch went well before, so it does not do the same twice"
         return text
-
-    # -- actions -----------------------------------------------------------------------------------------------------
 
     def forward(self, j: int, i: int) -> None:
         opened = self._stages[i][j]
@@ -248,8 +237,6 @@ class Step(ActionPerformer):
         tape = self.tapes.pop((j, i), None)
         if tape is not None:  # else B computed all gradients
             self._stages[i][j].weight_gradients(tape)
-
-    # -- the end of the step -----------------------------------------------------------------------------------------
 
     @property
     def divisor(self) -> Any:

@@ -239,9 +239,6 @@ class StepRecord(HasTimeline):
         return "\n".join([head, table, *memory, *loss, "", *timeline]).rstrip()
 
 
-# -- Evaluation of the notes -----------------------------------------------------------------------------------------
-
-
 def step_record_of(notes: StepNotes) -> StepRecord:
     schedule, bounds, log = notes.schedule, notes.bounds, notes.log
     row_of, stage_devices, seconds = schedule.row_of, bounds[0].stage_devices, host_clock()

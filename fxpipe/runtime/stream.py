@@ -195,22 +195,15 @@ class Stream(ActionPerformer):
     def __init__(
         self,
         engine: Engine,
-        context: CallerContext,
+        context: CallerContext,  # of the caller
         order: StreamSchedule,
         schedule: object,
-        stage_devices: Sequence[Sequence[torch.device]],
+        stage_devices: Sequence[Sequence[torch.device]],  # by stage, of its replicas
         optimizer: StagewiseOptimizer,
-        parameters: Mapping[int, Sequence[torch.Tensor]],
+        parameters: Mapping[int, Sequence[torch.Tensor]],  # by stage, those in the optimizer
         loss: LossCall,
-        seed: int,
+        seed: int,  # of the stages
     ):
-        """
-        Args:
-            context: of the caller.
-            stage_devices: by stage, of its replicas.
-            parameters: by stage, those in the optimizer.
-            seed: of the stages.
-        """
         transport = Transport(device for own in stage_devices for device in own)
         # The caller's state changes only with the program, after a drain.
         super().__init__([own[0] for own in stage_devices], transport, context, ThreadState.now(), stage_devices)
@@ -245,8 +238,6 @@ class Stream(ActionPerformer):
     def versions_held(self) -> tuple[int, ...]:
         """The largest number of versions that each stage in this process has held."""
         return tuple(self.weights[j].most_held for j in self.stages)
-
-    # -- in, and out ---------------------------------------------------------------------------------------------------
 
     def admit(self, given_inputs: GivenInputs) -> None:
         """Queues a mini-batch."""
@@ -346,8 +337,6 @@ class Stream(ActionPerformer):
         one.is_verified = evidence.is_proved
         return loss
 
-    # -- for executors -----------------------------------------------------------------------------------------------
-
     def _at(self, action: Action) -> tuple[StreamStep, Action]:
         """Returns the mini-batch of an action, and the action within the mini-batch."""
         kind, j, i = action
@@ -395,8 +384,6 @@ class Stream(ActionPerformer):
         note = one.note_of_failure(own, error) if is_in_stage else super().note_of_failure(own, error)
         return f"{note}; of mini-batch {t} of the stream"
 
-    # -- actions -----------------------------------------------------------------------------------------------------
-
     def forward(self, j: int, i: int) -> None:
         t, k = self._order.place(i)
         one = self._steps[t]
@@ -431,8 +418,6 @@ class Stream(ActionPerformer):
 
     def _update_stage(self, steps: Sequence[Step], j: int, updates: OverlappedUpdates) -> None:
         self.engine.update_stage(steps, j, updates)
-
-    # -- ends ----------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """Waits for all mini-batches in flight, without returning their losses."""

@@ -152,8 +152,6 @@ class Transport:
         self._held: dict[tuple[torch.device, torch.device], deque[tuple[Any, torch.Tensor]]] = {}
         self._holding = threading.Lock()
 
-    # -- streams -----------------------------------------------------------------------------------------------------
-
     def _stream(self, device: torch.device) -> Any:
         """Returns the compute stream; for a new device, in the caller's thread, the current stream."""
         stream = self._compute.get(device)
@@ -196,8 +194,6 @@ class Transport:
             self.settle()
         for compute, other in others:
             other.wait_event(accelerator.record_event(compute))
-
-    # -- copies ------------------------------------------------------------------------------------------------------
 
     def start_copy(self, value: Any, target: torch.device) -> Any:
         """Starts to copy a tensor to another device; returns other values unchanged."""
@@ -258,8 +254,6 @@ class Transport:
         if not is_ours:
             self._hold(source, target, arrived, memory)
         return copy, arrived
-
-    # -- references --------------------------------------------------------------------------------------------------
 
     def _hold(self, source: torch.device, target: torch.device, arrived: Any, memory: torch.Tensor) -> None:
         """Holds the memory that a copy reads, and drops the memory of earlier copies, which end in order."""

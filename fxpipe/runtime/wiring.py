@@ -111,15 +111,9 @@ class Fences:
     def __init__(
         self,
         before: Mapping[Fence, tuple[Fence, ...]],
-        in_order: Collection[int] = (),
-        last_forward: Action | None = None,
+        in_order: Collection[int] = (),  # stages whose F waits for F of the previous micro-batch, on another device
+        last_forward: Action | None = None,  # after it the only loss of all micro-batches; all B wait for it
     ):
-        """Creates closed fences.
-
-        Args:
-            in_order: stages whose F waits for F of the previous micro-batch, on another device.
-            last_forward: the F after which the only loss of all micro-batches is computed; all B wait for it.
-        """
         self._before, self._in_order = before, in_order
         self._before_backward = () if last_forward is None else (last_forward,)
         self.before_updates: Mapping[int, Sequence[Action]] = {}  # by stage, the actions that U waits for

@@ -82,9 +82,7 @@ _ANY_ACTION = re.compile(r"(?<![^\s,(])\d+[FRBIWU]\d+(?![^\s,;])")
 def as_schedule_like(schedule: object, known: Iterable[str] = SCHEDULES) -> ScheduleLike:
     """Returns a known name, a table or a function; text is parsed. `known`: names for the error message.
 
-    Raises:
-        ArgumentError: an unknown name, or an unsupported object.
-        ScheduleError: text that is not a schedule, or a schedule that cannot run.
+    Raises `ArgumentError` for an unknown name or another object, `ScheduleError` for text that cannot run.
     """
     if isinstance(schedule, str) and schedule not in SCHEDULES and _ANY_ACTION.search(schedule):
         return parse_schedule(schedule)

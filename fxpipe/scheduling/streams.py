@@ -98,12 +98,9 @@ def round_sizes(policy: WeightPolicy, replicas: Sequence[int], micro_batches: in
 def weight_versions(
     schedule: object, stages: int, stage: int, micro_batches: int = 1, replicas: Sequence[int] = ()
 ) -> int:
-    """Counts the versions of its weights that a stage holds at most.
+    """Counts the versions of its weights that a stage holds at most: one, if the schedule is not a stream.
 
-    Args:
-        schedule: name of the schedule. A schedule that is not a stream holds one version.
-        micro_batches: micro-batches of a mini-batch.
-        replicas: replicas of each stage; if empty, each has one.
+    `micro_batches`: of a mini-batch. `replicas`: of each stage; if empty, each has one.
 
     >>> [weight_versions("pipedream", 4, j) for j in range(4)]
     [4, 3, 2, 1]

@@ -92,11 +92,7 @@ def validate(schedule: Schedule, in_order: Collection[int] = ()) -> None:
 
 @lru_cache(maxsize=16)
 def check_order(schedule: Schedule, stages: frozenset[int], why: str) -> None:
-    """Checks that F of these stages, which have replicas, can run in micro-batch order; `why` states the reason.
-
-    Raises:
-        StateError: in this order the rows of the schedule would deadlock.
-    """
+    """Raises `StateError` if rows deadlock with F of these stages, which have replicas, in order. `why`: the reason."""
     try:
         validate(schedule, stages)
     except ScheduleError as error:

@@ -86,13 +86,9 @@ def stage_memory(
 ) -> Bytes:
     """Computes the peak memory of a stage, for the limits of a cut and `Plan.memory`. A simulation never holds more.
 
-    Args:
-        static: held at all times.
-        received: inputs from other stages, for each micro-batch.
-        saved: saved for backward in addition, for each micro-batch.
-        working: temporary.
-        in_flight: the most micro-batches between their F and the end of their backward.
-        activations: the most of them that hold saved bytes at one time; few with recomputation.
+    `received` and `saved` are for each micro-batch: inputs from other stages, and what else is kept for backward.
+    `in_flight`: the most micro-batches between F and the end of backward. `activations`: the most of them that hold
+    saved bytes at one time; few with recomputation.
     """
     return static + received * in_flight + saved * activations + working
 

@@ -274,8 +274,6 @@ class EventSimulation:
         if not self._missing[user]:
             self._next(self._device_of[user.stage, user.micro_batch])
 
-    # -- the host ------------------------------------------------------------------------------------------------------
-
     def _ask(self, device: int) -> None:
         """Adds the event in which a worker's thread queues its next action, if all dependencies are queued."""
         row, jobs = self.schedule.rows[device], self._jobs[device]

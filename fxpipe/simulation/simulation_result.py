@@ -97,8 +97,7 @@ def _host_legs(
 ) -> tuple[int, int, bool] | None:
     """Adds the legs of the host that lead to `end`, a time of `job`.
 
-    Returns:
-        (device, place) of the action before these legs, and True for its start, False for its end; None: no action.
+    Returns device and place of the action before them, and True for its start, False for its end; None: no action.
     """
     while True:
         _add_leg(legs, HOST, job.start, end, begun[job.device][job.place].span)

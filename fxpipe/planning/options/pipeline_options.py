@@ -197,8 +197,6 @@ def check_replicas(plan: Plan, ranks: int) -> None:
     )
 
 
-# -- Settings: the checked and normalized options ----------------------------------------------------------------------
-
 DEFAULT_SCHEDULE = "1f1b"
 
 
@@ -301,13 +299,8 @@ def make_settings(
 ) -> Settings:
     """Checks each option by itself. With a plan, omitted options have the plan's values.
 
-    Args:
-        anywhere: the devices need not exist on this machine, because nothing runs.
-        runs_here: this process runs the plan.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an invalid option; names the argument, its value, and accepted values.
-        ScheduleError: a user's schedule cannot run.
+    `anywhere`: the devices need not exist on this machine, because nothing runs. `runs_here`: this process runs the
+    plan. Raises `ArgumentError`, `ArgumentTypeError` for an option, or `ScheduleError` for a user's schedule.
     """
     options = {**OPTION_DEFAULTS, **options}
     is_any = options["schedule"] == AUTO

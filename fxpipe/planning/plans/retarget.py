@@ -117,9 +117,8 @@ def reckon_host(device: str, calls: int, operations: Sequence[int], forward_seco
     passing it to another thread takes as long as the call. Two threads in backward take 1.2 times as long: autograd
     queues it in C++. Hence F holds the lock, and backward does not.
 
-    Args:
-        operations: counts as in `StageWork`; if unknown, a call is one operation in forward and two in backward.
-        forward_seconds: of F on the device; on a CPU it includes the Python time.
+    `operations`: counts as in `StageWork`; if unknown, a call is one operation in forward and two in backward.
+    `forward_seconds`: of F on the device; on a CPU it includes the Python time.
     """
     ahead, back, to_inputs, loss = operations
     if not ahead:
