@@ -402,10 +402,8 @@ def make_parameter_groups(asked: ParameterGroups, named: NamedParameters) -> lis
 
 
 def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int], held: Collection[int]) -> dict[str, Any]:
-    """Returns an additional group, with the matching parameters that are in no other group.
-
-    `taken`, `held`: identities of the parameters in other groups, and in this process. Others have the same groups.
-    """
+    """Returns an additional group, with the matching parameters that are in no other group."""
+    # `taken`, `held`: identities of the parameters in other groups, and in this process. Others have the same groups.
     group = _as_group("param_group", asked)
     patterns = _patterns_of("param_group", group)
     if patterns:

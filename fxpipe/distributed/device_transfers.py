@@ -94,11 +94,8 @@ class DeviceTransfers(DeviceCommunicators, PendingMessages):
         self._last_arrival: torch.Event | None = None
 
     def connect(self, pairs: Iterable[RankPair]) -> None:
-        """Creates the missing communicators of these pairs; all ranks pass the same pairs.
-
-        Both sides of a pair wait for each other, so all ranks use one order. Pairs with an even lower rank are first,
-        so that a long pipe connects pairs in parallel.
-        """
+        """Creates the missing communicators of these pairs; all ranks pass the same pairs, and use one order."""
+        # Both sides of a pair wait for each other. Pairs with an even lower rank are first: long pipes in parallel.
         new = {pair for pair in pairs if self._rank in pair and pair not in self._communicators}
         for source, target in sorted(new, key=lambda pair: (min(pair) % 2, *pair)):
             what, store = f"from rank {source} to rank {target}", PrefixStore(f"{source}-{target}", self._store)

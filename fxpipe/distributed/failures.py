@@ -31,11 +31,10 @@ class StoreSilentError(RuntimeError):
 
 
 class BoundedStore:
-    """Makes requests to a store. Raises `StoreSilentError` after `seconds`, or `RuntimeError` from torch.
+    """Makes requests to a store. Raises `StoreSilentError` after `seconds`, or `RuntimeError` from torch."""
 
-    The store is a server in one process, rank 0 or torchrun, and its clients wait without a deadline: if the server's
-    host is disconnected, the kernel gives up after a quarter of an hour. So a daemon thread makes each request.
-    """
+    # A daemon thread makes each request: clients of torch have no deadline, and if the host of the server is
+    # disconnected, the kernel gives up after a quarter of an hour.
 
     def __init__(self, store: Store, seconds: float):
         self.store, self.seconds = store, seconds
@@ -173,13 +172,9 @@ def _waiting_words(report: FailureReport) -> str:
 
 
 def meet_ranks(store: Store, rank: int, size: int, timeout: float, kind: str = "rank") -> Store:
-    """Waits until all ranks have called this with the same store, and returns a store for these calls only.
-
-    The store may have keys of ended processes, since torchrun restarts ranks on the same store. So each rank leaves a
-    new token. Rank 0 answers to these tokens with a new name for all, and a rank only accepts an answer to its token.
-
-    Raises `DistributedError` after `timeout` seconds. `kind`: "rank" or "replica", for errors.
-    """
+    """Returns a store for these calls, which all ranks make. Raises `DistributedError` after `timeout` seconds."""
+    # The store may have keys of ended processes, since torchrun restarts ranks on the same store. So each rank leaves a
+    # new token. Rank 0 answers to these with a new name for all; a rank only accepts an answer to its token.
     token, deadline, bounded = uuid.uuid4().hex, time.monotonic() + timeout, BoundedStore(store, timeout)
     name: str | None = token if rank == 0 else None
     tokens, here = ([f"{what}/{other}" for other in range(size)] for what in ("token", "here"))

@@ -28,10 +28,7 @@ from fxpipe.tracing.tensors import has_values, storage_of
 
 
 class GivenMemory:
-    """Memory for tensors of a model built on the meta device, which can be taken back from tensors that get no values.
-
-    Tensors stay the same objects, so ties, optimizers and references in modules remain valid.
-    """
+    """Memory for tensors of a model on the meta device, which stay the same objects; can be taken back unused."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]):
         self.tensors = list({id(tensor): tensor for tensor in tensors if not has_values(tensor)}.values())
@@ -63,10 +60,7 @@ Peers = dict[tuple[int, int], list[Any]]  # by source and target rank
 
 @dataclass(frozen=True, slots=True)
 class TensorTransfers:
-    """The tensors of the model that move between ranks in each step of one graph, by source and target rank.
-
-    The order is the same on all ranks.
-    """
+    """The tensors that move between ranks in each step of a graph, by source and target, in one order on all ranks."""
 
     borrowed: Mapping[tuple[int, int], Sequence[str]]
     gradients: Mapping[tuple[int, int], Sequence[StageSum]]
@@ -98,10 +92,8 @@ class HeldTensors:
         return tuple(name for name in self.names if len(self.holders(name)) > 1)
 
     def transfers(self, programs: Sequence[Program], routes: RelayRoutes) -> TensorTransfers:
-        """Computes the transfers in a step of these programs; each micro-batch runs one of them.
-
-        A tied weight has gradients of its stages in the first graph, too, from replicas that run that graph.
-        """
+        """Computes the transfers in a step of these programs; each micro-batch runs one of them."""
+        # A tied weight has gradients of its stages in the first graph, too, from replicas that run that graph.
         tied, stages_of = {*self.shared}, dict[str, list[int]]()
         changed: Peers = {}
         for j, stages in enumerate(zip(*(program.stages for program in programs), strict=True)):

@@ -123,11 +123,9 @@ def decode(layout: Layout, payload: Payload, device: torch.device) -> list[Packe
 
 
 class Mailbox:
-    """Sends packets to other ranks and receives their packets.
+    """Sends packets to other ranks and receives their packets. A `key` identifies a packet on both ends."""
 
-    A `key` identifies a packet on both ends. Its last part is a counter: a packet is expected to have the layout of the
-    last one whose key differs in the counter only.
-    """
+    # The last part of a key is a counter: a packet is expected to have the layout of the last one before.
 
     def __init__(
         self,
@@ -267,10 +265,7 @@ class PacketLink:
     """The packets of one rank in a step or in a stream."""
 
     def __init__(self, mailbox: Mailbox, placement: tuple[int, ...], name: Key, order: StreamSchedule | None = None):
-        """`name`: equal for steps whose packets usually have equal layouts: graph and input sizes. `order`: a stream's.
-
-        In a stream, mini-batches with equal micro-batches usually have equal layouts.
-        """
+        """`name`: equal for steps whose packets usually have equal layouts: graph, input sizes. `order`: a stream's."""
         self.mailbox, self.placement, self._name, self._order = mailbox, placement, name, order
         self._coming: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, packets not expected yet
         self._needed: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, packets not received yet

@@ -183,11 +183,8 @@ class RankState(PipelineState):
     def agree(
         self, call: str, calls: Sequence[ModelCall] | None, is_handed_over: bool = False, seed: int | None = None
     ) -> RankInputs:
-        """Determines with all ranks what runs now. The leader looks up the graphs; all ranks record missing ones.
-
-        `calls`: a mini-batch, or the micro-batches passed by the caller; None if this rank does not need them.
-        `seed`: of the step on the leader, any number elsewhere; None to draw one.
-        """
+        """Determines with all ranks what runs now. The leader looks up the graphs; all ranks record missing ones."""
+        # `calls`: None if this rank does not need them. `seed`: of the step, on the leader; None to draw one.
         group, graphs, has_recorded = self.group, list[CachedGraph](), False
         while True:
             is_planning, leader, job = self.first is None, self.leader, None
@@ -417,10 +414,7 @@ def _on_cpu(call: ModelCall) -> ModelCall:
 
 
 def check_agreement(group: RankGroup, own: Fields, *, between_replicas: bool = True, is_long: bool = True) -> None:
-    """Compares the fields of ranks in all replicas, or in this one. Raises `ArgumentError` on all ranks if they differ.
-
-    `is_long`: ranks may be planning or recording; if False, all must answer within the timeout.
-    """
+    """Raises `ArgumentError` on all ranks if their fields differ. `is_long`: they may be planning or recording."""
     what, replicas = "what the other ranks have", group.replica_count if between_replicas else 1
     if between_replicas:
         everybody = [fields for row in group.everybody(dict(own), what, is_long=is_long) for fields in row]

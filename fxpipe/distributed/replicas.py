@@ -330,10 +330,8 @@ class Replicas:
     def begin(
         self, own: ReplicaStart | None, combinations: Sequence[OutputCombination], in_stream: bool = False
     ) -> ReplicaPart | None:
-        """Exchanges messages with the other replicas; returns this one's part, or None if any has no mini-batch.
-
-        In a stream all replicas use the smallest number of micro-batches of any, so that their rows are equal.
-        """
+        """Exchanges messages with the other replicas; returns this one's part, or None if any has no mini-batch."""
+        # In a stream all replicas use the smallest number of micro-batches of any, so that their rows are equal.
         what = NEXT_MINI_BATCH if in_stream else "the other replicas to begin the step"
         starts: list[ReplicaStart | None] = self.group.replicas.all_gather(own, what)
         known = [start for start in starts if start is not None]
@@ -386,10 +384,7 @@ class Replicas:
     def loss_of_union(
         self, losses: Sequence[ReplicaLoss], part: ReplicaPart, reduction: str
     ) -> tuple[torch.Tensor, Any]:
-        """Returns the loss of the union, and the remaining divisor or None. Raises `LossError` if only some are pairs.
-
-        Sets the unit of the next step: a power of two near 1 / sum of all weights.
-        """
+        """Returns the loss of the union, and the remaining divisor or None; sets the unit of the next step."""
         if len({loss.weight is None for loss in losses}) > 1:
             raise LossError("loss_fn returns (total, weight) on some replicas and a loss on others; return one kind")
         totals, weight = [loss.total for loss in losses], losses[0].weight
@@ -409,10 +404,7 @@ class Replicas:
     def finish_sum(
         self, gradients: Mapping[StageParameter, torch.Tensor], reports: Sequence[GradientReport]
     ) -> dict[StageParameter, torch.Tensor]:
-        """Returns the sums over replicas, after all have called `give_rest`, which returns their reports.
-
-        `gradients`: others to be summed now, sparse or late.
-        """
+        """Returns the sums over replicas, after all have called `give_rest`. `gradients`: others, sparse or late."""
         sums = {k: v for k, v in self.reduction.finish().items() if not all(k in one.missing for one in reports)}
         if any(one.sparse or one.late for one in reports):
             for key, value in self.sum_apart(gradients).items():

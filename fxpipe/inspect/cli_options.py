@@ -451,12 +451,10 @@ OUTPUTS = {  # by option: its name and its formats
 
 
 class Request(argparse.Namespace):
-    """A request: the options as attributes. Options that were not given are None, False or empty.
+    """A request: the options as attributes; those that were not given are None, False or empty."""
 
-    `options` has the given options of `fxpipe.plan`, except devices, stages_per_device and dynamic_shapes. `hardware`
-    has the numbers of nodes and devices.
-    """
-
+    # `options` has the given options of `fxpipe.plan`, except devices, stages_per_device and dynamic_shapes. `hardware`
+    # has the numbers of nodes and devices.
     target: Subject
     inputs: list[targets.InputOption]
     loss: targets.Target | None

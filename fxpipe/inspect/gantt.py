@@ -67,10 +67,8 @@ def action_boxes(step: StepTimeline, layout: GanttLayout) -> Iterator[svg.Item]:
 
 
 def box_names(step: StepTimeline, layout: GanttLayout) -> Iterator[svg.Text]:
-    """Names the boxes of a kind on a device in one form: the longest and largest that fits nearly all, or the first.
-
-    The forms are `F3`, then `3`; if a device has several stages, `2F3`, then 2 above 3.
-    """
+    """Names the boxes of a kind on a device in one form: the longest and largest that fits nearly all, or the first."""
+    # The forms are `F3`, then `3`; if a device has several stages, `2F3`, then 2 above 3.
     letters, loops = layout.letters, has_looped_stages(step.spans)
     if letters < SMALLEST_TEXT:
         return

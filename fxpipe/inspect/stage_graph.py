@@ -308,12 +308,10 @@ class NodeGroup:
 
 
 def node_groups_of(stage: StagePlan, most: int, least: float) -> list[NodeGroup]:
-    """Divides the stage into at most `most` groups. Only groups between larger ones have a share below `least`.
-
-    Grouping starts with the stage as one group and repeatedly opens the slowest group: several modules, then a module's
-    children and operations, then nodes. Small groups are joined with their neighbors. Groups keep the execution order:
-    a module whose nodes run in several runs is several groups.
-    """
+    """Divides the stage into at most `most` groups. Only groups between larger ones have a share below `least`."""
+    # The slowest group is opened again and again: from the stage to several modules, a module's children and
+    # operations, then nodes. Small groups are joined with their neighbors. Groups keep the execution order: a module
+    # whose nodes run in several runs is several groups.
     # Without shares or modules in the plan, shares are even, and nodes have no module.
     shares = stage.shares or (1 / max(1, len(stage.nodes)),) * len(stage.nodes)
     modules = stage.modules or ("",) * len(stage.nodes)

@@ -313,11 +313,8 @@ USUAL_DEVICES = 8  # devices that a sweep reaches if fewer were requested
 def sweep_devices(
     counts: Sequence[int], schedules: Sequence[str], plan_for: Callable[[int, str], Plan]
 ) -> list[Outcome]:
-    """Returns a row for each number of devices and schedule; for one device, where schedules are equal, one row.
-
-    `schedules`: the user's first. `plan_for`: makes a plan for a number of devices and a schedule, or raises a
-    `FxpipeError`.
-    """
+    """Returns a row for each number of devices and schedule; for one device, where schedules are equal, one row."""
+    # `schedules`: the user's first. `plan_for`: of a number of devices and a schedule; may raise a `FxpipeError`.
     rows: list[Outcome] = []
     for count in counts:
         for schedule in schedules[:1] if count == 1 else schedules:

@@ -269,12 +269,9 @@ def parse_input(text: str) -> InputOption:
 
 
 def make_arguments(inputs: Iterable[InputOption], *, integers_below: int = 2, on_meta: bool = False) -> ModelArguments:
-    """Makes the inputs in order: tensors and tuples are positional arguments, names and dicts keyword arguments.
-
-    Floating-point numbers are drawn from a normal distribution. Integers and booleans are 0 or 1, which every embedding
-    accepts, or tokens of a known vocabulary, `integers_below` its size. The seed is fixed. `on_meta`: makes tensors on
-    the meta device instead.
-    """
+    """Makes the inputs in order: tensors and tuples are positional arguments, names and dicts keyword arguments."""
+    # Floats are drawn from a normal distribution, with a fixed seed. Integers and booleans are 0 or 1, which every
+    # embedding accepts, or tokens of a known vocabulary, `integers_below` its size.
     import torch
 
     generator = None if on_meta else torch.Generator().manual_seed(0)

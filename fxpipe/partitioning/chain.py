@@ -70,11 +70,9 @@ class Chain:
 
     @property
     def transferred(self) -> tuple[Flow, ...]:
-        """The flows as the links transfer them.
-
-        If values are relayed, each stage up to the last user receives the value and sends its gradient back, as if all
-        nodes between used the value. The first stage then sends the inputs of the model.
-        """
+        """The flows as the links transfer them."""
+        # If values are relayed, each stage up to the last user receives them and sends gradients back, as if all nodes
+        # between used them. The first stage then sends the inputs of the model.
         if not self.is_relayed:
             return self.flows
         n, makers = len(self), [max(flow.maker, 0) for flow in self.flows]

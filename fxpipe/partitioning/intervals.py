@@ -219,10 +219,8 @@ class StageMemory:
         return SharedBytes(len(self._chain), first, older)
 
     def _of_older(self, recompute: bool) -> Iterator[CrossingEntry]:
-        """Yields what a stage keeps of things that begin before it, less what the prefix sums count for them.
-
-        Without recomputation these are all saved values; with it, the saved values that are not received flows.
-        """
+        """Yields what a stage keeps of things that begin before it, less what the prefix sums count for them."""
+        # Without recomputation these are all saved values; with it, the saved values that are not received flows.
         for i, (held, value) in enumerate(zip(self._chain.held, self._helds, strict=True)):
             if i in self._pairs:  # after its maker it is counted as a flow
                 yield range(held.maker + 1, held.savers[0] + 1), held.savers[0], -value

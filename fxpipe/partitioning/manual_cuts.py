@@ -203,11 +203,8 @@ class _ItemRun:
 
 
 def cut_least_misplaced(misplaced: Sequence[Sequence[float]], forbidden: Mapping[int, str]) -> tuple[int, ...]:
-    """Finds starts of stages with the least sum of `misplaced[place][stage]`, exactly, by dynamic programming.
-
-    Every stage has at least one node; ties go to the earlier cut. Raises `PartitionError` if there are fewer places for
-    cuts (`forbidden`: place -> reason) than needed.
-    """
+    """Finds starts of stages with the least sum of `misplaced[place][stage]`, exactly, by dynamic programming."""
+    # Every stage has a node; ties go to the earlier cut. `forbidden`: place -> reason, for an error.
     stages, infinite = len(misplaced[0]) if misplaced else 0, float("inf")
     none: tuple[float, tuple[int, ...]] = (infinite, ())
     best = [none] * stages  # by stage: least cost of the places so far, with the last one in this stage, and its starts

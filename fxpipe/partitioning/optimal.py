@@ -78,10 +78,8 @@ def _no_cut_fits(stages: int) -> str:
 def memory_limit_error(
     chain: Chain, sites: Sequence[StageSite], names: Sequence[str] = (), remedies: Iterable[Iterable[RemedyTrial]] = ()
 ) -> MemoryLimitError:
-    """Returns the error if no cut fits: a table of the best attempt, the reason, and what would fit.
-
-    `names`: of the nodes, or empty. `remedies`: each a list of trials, the mildest first; the first that fits is named.
-    """
+    """Returns the error if no cut fits: a table of the best attempt, the reason, and what would fit."""
+    # `names`: of the nodes, or empty. `remedies`: each a list of trials, the mildest first; one that fits is named.
     starts, loads = best_attempt(chain, sites)
     over = [
         load.memory - site.memory if site.memory is not None else 0.0 for load, site in zip(loads, sites, strict=True)

@@ -40,10 +40,8 @@ class StagePart:
 def partial_recompute_cuts(
     chain: Chain, sites: Sequence[StageSite], starts: Sequence[int], recompute: Sequence[bool], below: float | None
 ) -> Iterator[tuple[StagePart, ...]]:
-    """Yields cuts in which a part of some stage recomputes: the given cut with less recomputation, and a more even cut.
-
-    `below`: upper bound on the seconds of a stage if cuts between devices are moved; None: they stay.
-    """
+    """Yields cuts with a stage that recomputes in part: the given cut, recomputing less, and a more even cut."""
+    # `below`: upper bound on the seconds of a stage if cuts between devices are moved; None: they stay.
     search = _PartialSearch(chain, sites)
     original = []
     for j, ((start, end), again) in enumerate(zip(pairwise([*starts, len(chain)]), recompute, strict=True)):

@@ -156,10 +156,7 @@ class _LevelTable:
         return [*(self.stages(i, s, m - own) if s >= i else ()), *self._stages_within(s + 1, j, own)]
 
     def fewest_stages(self) -> tuple[tuple[ReplicatedStage, ...], float] | None:
-        """Returns the best pipeline of all layers on all components, and its seconds; None if there is none.
-
-        Many pipelines are optimal if a boundary is the slowest. The result has the fewest stages of this level.
-        """
+        """Returns the best pipeline of this level, of several the shortest, and its seconds; None if there is none."""
         rate = self.level.bytes_per_second
 
         def slowest(runs: Sequence[tuple[int, int, int]]) -> float:
@@ -230,10 +227,8 @@ class _LevelTable:
 
 
 def _least_bottleneck(within: Callable[[float], T | None], seconds: Callable[[T], float]) -> tuple[T, float] | None:
-    """Returns the answer with the fastest bottleneck, and its seconds; None if there is none.
-
-    `within` returns an answer within a limit or None, `seconds` the seconds of the bottleneck of an answer.
-    """
+    """Returns the answer with the fastest bottleneck, and its seconds; None if there is none."""
+    # `within` returns an answer within a limit or None, `seconds` the seconds of the bottleneck of an answer.
     best, least = within(sys.float_info.max), 0.0
     if best is None:
         return None
@@ -287,10 +282,8 @@ def bounds_for_replicas(
         return max(*stages, *boundaries, 0.0)
 
     def within(limit: float) -> tuple[int, ...] | None:
-        """Finds a cut whose stages and boundaries are within the limit.
-
-        For each end of a stage its latest possible start is the best, since a stage with fewer layers takes less.
-        """
+        """Finds a cut whose stages and boundaries are within the limit."""
+        # For each end of a stage its latest possible start is the best, since a stage with fewer layers takes less.
         begins = [0]  # possible starts of a stage, ascending
         befores: list[dict[int, int]] = []  # for each stage: from the next stage's start to this stage's start
         for own, following in zip(workers, [*workers[1:], None], strict=True):
@@ -322,10 +315,8 @@ MOST_LAYERS = 48  # for which replication is decided; lower levels take cubic ti
 def group_into_layers(
     times: Sequence[float], weight_bytes: Sequence[float], forbidden: Sequence[int], required: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Groups nodes into at most `MOST_LAYERS` layers; repeatedly merges the two neighbors with the least weight.
-
-    Returns the first node of each layer. Layers never begin at forbidden cuts, and always at required cuts.
-    """
+    """Groups nodes into at most `MOST_LAYERS` layers, merging the lightest neighbors; returns their first nodes."""
+    # Layers never begin at forbidden cuts, and always at required cuts.
     closed, needed = frozenset(forbidden), frozenset(required)
     starts = [place for place in range(len(times)) if place == 0 or place not in closed]
     shares = [0.0] * len(times)

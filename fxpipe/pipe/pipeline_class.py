@@ -120,10 +120,7 @@ def _without_cache(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _change_class(pipe: Any, kind: type) -> None:
-    """Changes the class of the model, for parametrizations, which next add a property to it.
-
-    Raises `StateError` if the class is not derived from the model's class alone.
-    """
+    """Gives the model a class derived from its own alone, for parametrizations, or raises `StateError`."""
     model = pipe._fxpipe_model
     if kind.__bases__ != (type(model),) and kind not in type(model).__mro__:
         raise StateError(

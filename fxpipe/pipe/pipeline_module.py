@@ -20,15 +20,8 @@ from fxpipe.pipe.train_stream import StreamLoop, TrainStream, stream_policy
 from fxpipe.planning.options.parse import DROP_IN_SCHEDULE, parse_compile, parse_switch
 from fxpipe.planning.options.pipeline_options import OPTION_DEFAULTS, Settings
 from fxpipe.planning.plans import Plan
+from fxpipe.runtime import losses
 from fxpipe.runtime.executors import Executor, executor_for
-from fxpipe.runtime.losses import (
-    LossCall,
-    check_loss_function,
-    check_reduction,
-    check_scaler,
-    model_loss,
-    refuse_inputs_by_name,
-)
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling.streams import WeightPolicy
@@ -285,9 +278,9 @@ class Pipeline(nn.Module):
         """
         inside, is_handed_over = self._fxpipe, micro_batches is not None
         with inside.checking():
-            refuse_inputs_by_name(self._fxpipe_model.forward, target, loss_fn, reduction)
-            check_reduction(reduction)
-            check_scaler(grad_scaler)
+            losses.refuse_inputs_by_name(self._fxpipe_model.forward, target, loss_fn, reduction)
+            losses.check_reduction(reduction)
+            losses.check_scaler(grad_scaler)
             parse_switch("return_outputs", return_outputs)
             calls: list[ModelCall] | None = [ModelCall(args, kwargs, () if target is None else (target,))]
             if is_handed_over:
@@ -301,10 +294,10 @@ class Pipeline(nn.Module):
                         "own; give one mini-batch: forward_backward(x, target=t, ...)"
                     )
                 calls = inside.read_micro_batches(micro_batches)
-            check_loss_function(loss_fn, (calls[0].target or None) if calls else None)
+            losses.check_loss_function(loss_fn, (calls[0].target or None) if calls else None)
             check_can_train(self._fxpipe_model)
             check_optimizer(optimizer, self, grad_scaler)
-            call = LossCall(loss_fn or model_loss, reduction, grad_scaler, return_outputs)
+            call = losses.LossCall(loss_fn or losses.model_loss, reduction, grad_scaler, return_outputs)
             try:
                 with inside.running():
                     loss, outputs, has_stepped = inside.train(calls, is_handed_over, call, optimizer)
@@ -399,16 +392,16 @@ class Pipeline(nn.Module):
         """
         inside = self._fxpipe
         with inside.checking():
-            check_reduction(reduction, in_stream=True)
+            losses.check_reduction(reduction, in_stream=True)
             parse_switch("vertical_sync", vertical_sync)
             policy = stream_policy(inside.settings.schedule, vertical_sync)
-            check_scaler(grad_scaler)
+            losses.check_scaler(grad_scaler)
             if grad_scaler is not None:
                 raise ArgumentError(
                     "grad_scaler in a stream: a scaler looks at the gradients of all stages before any is updated, and "
                     "there is no such time; train in bfloat16, or with forward_backward"
                 )
-            check_loss_function(loss_fn, None)
+            losses.check_loss_function(loss_fn, None)
             check_can_train(self._fxpipe_model, "train_stream")
             if not isinstance(optimizer, StagewiseOptimizer):
                 raise ArgumentTypeError(
@@ -418,12 +411,12 @@ class Pipeline(nn.Module):
             check_optimizer(optimizer, self, None)
             optimizer.begin_updates(in_stream=True)
             inside.check_open()
-            call = LossCall(loss_fn or model_loss, reduction)
+            call = losses.LossCall(loss_fn or losses.model_loss, reduction)
             check_iterable("batches", batches)
             return self._open_stream(batches, call, optimizer, policy)
 
     def _open_stream(
-        self, batches: Iterable[Any], call: LossCall, optimizer: StagewiseOptimizer, policy: WeightPolicy
+        self, batches: Iterable[Any], call: losses.LossCall, optimizer: StagewiseOptimizer, policy: WeightPolicy
     ) -> TrainStream:
         return TrainStream(StreamLoop(self._fxpipe, batches, call, optimizer, policy))
 

@@ -215,11 +215,8 @@ class PipelineState(Programs):
         call: LossCall,
         optimizer: StagewiseOptimizer | None,
     ) -> tuple[torch.Tensor, Any, bool]:
-        """Runs a step of `forward_backward`.
-
-        `calls`: a mini-batch, or micro-batches (`is_handed_over`); None if this process does not need them.
-        Returns the loss, the outputs or None, and whether the optimizer has updated the stages within the step.
-        """
+        """Runs a step; returns the loss, the outputs or None, and whether the optimizer stepped within it."""
+        # `calls`: a mini-batch, or micro-batches (`is_handed_over`); None if this process does not need them.
         assert calls is not None
         given_inputs = self.find(calls, is_handed_over)
         if given_inputs.takes_all(call.reduction):
@@ -246,10 +243,7 @@ class PipelineState(Programs):
             self.engine.update(steps, self.settings.devices, self.settings.placement, self.settings.replicas)
 
     def parameters_by_stage(self, optimizer: StagewiseOptimizer) -> dict[int, list[torch.Tensor]]:
-        """Groups an optimizer's parameters by the stage that updates them, in order of the stages.
-
-        Called before updates begin: the optimizer's state follows parameters that the pipe has moved.
-        """
+        """Groups an optimizer's parameters by updating stage, in order; their state follows those that moved."""
         groups: dict[int, list[torch.Tensor]] = {}
         for parameter in optimizer.parameters():
             groups.setdefault(self.stage_of_parameter(parameter), []).append(parameter)
@@ -259,10 +253,7 @@ class PipelineState(Programs):
         return parameters
 
     def stage_of_parameter(self, parameter: torch.Tensor) -> int:
-        """Returns the stage that updates a parameter: the first that uses it in the first graph.
-
-        For a parameter that no stage uses: the first stage on its device, or stage 0.
-        """
+        """Returns the first stage that uses a parameter in the first graph; else the first on its device, or 0."""
         if id(parameter) not in self._stages_of_parameters:
             assert self.first is not None
             tensors, devices = ModelTensors(self.model, self.first.traced.constants), self.settings.devices

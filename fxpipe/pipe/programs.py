@@ -241,20 +241,15 @@ class Programs:
     def find(
         self, calls: Sequence[ModelCall], is_handed_over: bool = False, in_one: bool = True, seed: int | None = None
     ) -> GivenInputs:
-        """Returns the inputs of a step, one mini-batch or micro-batches, with their programs; records missing graphs.
-
-        `in_one`: forward and backward run in one step. `seed`: of the step; None: the next one of torch's generator.
-        """
+        """Returns the inputs of a step, a mini-batch or micro-batches, with their programs; records missing graphs."""
+        # `in_one`: forward and backward run in one step. `seed`: of the step; None: the next one of torch's generator.
         seed, graphs = peek_seed() if seed is None else seed, list[CachedGraph]()
         while isinstance(result := self.look_up(calls, is_handed_over, in_one, seed, graphs), MissingGraph):
             self.record(result, seed, graphs)
         return result
 
     def find_known(self, call: ModelCall, seed: int) -> GivenInputs | None:
-        """Finds the graph of a mini-batch without reading the weights, which stages may be updating.
-
-        Returns None if there is no such graph yet, or if it must be compared with the model first.
-        """
+        """Finds a known graph without reading weights, which stages may update; None: none, or it must be compared."""
         result = self.look_up([call], False, True, seed, [], may_compare=False)
         return None if isinstance(result, MissingGraph) else result
 
@@ -267,10 +262,8 @@ class Programs:
         graphs: list[CachedGraph],
         may_compare: bool = True,
     ) -> GivenInputs | MissingGraph:
-        """Returns the inputs of a step, or the first call without a graph. Appends to `graphs`, of the first calls.
-
-        `may_compare`: graph and model may be compared, which reads the weights.
-        """
+        """Returns the inputs of a step, or the first call without a graph. Appends to `graphs`, of the first calls."""
+        # `may_compare`: graph and model may be compared, which reads the weights.
         count = len(calls) if is_handed_over else None
         inputs = self._graph_inputs(calls, seed)
         if self.first is None:  # plan for the largest
@@ -297,10 +290,7 @@ class Programs:
         return self._given_mini_batch(graph, own, in_one)
 
     def _known(self, inputs: GraphInputs, is_part: bool, first: Any, may_compare: bool) -> CachedGraph | None:
-        """Returns the graph of these inputs, or None; the graph of a mini-batch must fit its micro-batches, too.
-
-        `first`: the graph to try first; most micro-batches have the same.
-        """
+        """Returns the graph of these inputs, which must fit their micro-batches, or None. Tries `first` first."""
         graphs = sorted(self.graphs, key=lambda graph: graph is not first)
         for graph in graphs:
             if inputs.fit(graph.traced, None if is_part else self._sizes, may_compare):
@@ -372,10 +362,8 @@ class Programs:
         return samples_per_micro_batch(batch, self.settings.micro_batches(batch))
 
     def _may_choose_chunks(self, batch: int) -> bool:
-        """Returns whether to choose the number of micro-batches again, for a mini-batch larger than all before.
-
-        After a mini-batch with gradients, mini-batches without gradients do not count.
-        """
+        """Returns whether to choose the number of micro-batches again, for a mini-batch larger than all before."""
+        # After a mini-batch with gradients, mini-batches without gradients do not count.
         return "chunks" in self.asked.left and (torch.is_grad_enabled(), batch) > self._chosen_for
 
     def _choose_chunks(self, traced: Traced, batch: int, call: ModelCall) -> None:
@@ -394,10 +382,8 @@ class Programs:
 
     @planning_block()
     def make_graph(self, call: ModelCall, seed: int, count: int | None = None) -> CachedGraph:
-        """Records, splits and binds a graph; the first one decides the stages and the devices of parameters.
-
-        `count`: number of micro-batches, if the call is one of them; None for a mini-batch.
-        """
+        """Records, splits and binds a graph; the first one decides the stages and the devices of parameters."""
+        # `count`: number of micro-batches, if the call is one of them; None for a mini-batch.
         args, kwargs = call.args, call.kwargs
         self._check_values_to_record()
         try:
@@ -423,10 +409,8 @@ class Programs:
             raise
 
     def _make_first_graph(self, call: ModelCall, seed: int, count: int | None) -> CachedGraph | None:
-        """Plans with a graph; returns None if the model runs in another mode now.
-
-        It is planned for training, even if the first call only evaluates; a plan that was passed has its own mode.
-        """
+        """Plans with a graph; returns None if the model runs in another mode now."""
+        # It is planned for training, even if the first call only evaluates; a plan that was passed has its own mode.
         args, kwargs = call.args, call.kwargs
         with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
             first = prepare(self.model, args, kwargs, self.settings, self.given_plan, seed, count)

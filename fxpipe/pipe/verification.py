@@ -469,11 +469,9 @@ class SeededDraws(TorchFunctionMode):
 
 @contextmanager
 def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator[None]:
-    """A block in which numbers of these tensors and of gradients of module outputs are moved by one unit of rounding.
-
-    The gradient of a bias is a sum, which may cancel: its rounding errors are the errors of its terms. The
-    noise is added to modules of the model and of the loss that this thread calls; each call has its own errors.
-    """
+    """A block that moves numbers of these tensors and of gradients of module outputs by one unit of rounding."""
+    # The gradient of a bias is a sum, which may cancel: its rounding errors are the errors of its terms. The noise is
+    # added to modules of the model and of the loss that this thread calls; each call has its own errors.
     generator = torch.Generator().manual_seed(0)
     before = [(t, t.data) for t in tensors if t.is_floating_point() or t.is_complex()]
     thread, calls = threading.get_ident(), itertools.count(1)

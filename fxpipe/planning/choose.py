@@ -373,13 +373,10 @@ CutSolver = Callable[[Sequence[StageSite]], OptimalCut]
 def share_memory(
     sites: Sequence[StageSite], pools: Sequence[int], solve: CutSolver, explain: CutSolver
 ) -> tuple[OptimalCut, tuple[StageSite, ...]]:
-    """Finds a cut that fits into memory, and the share of memory of each stage; stages of one of `pools` share it.
-
-    Even shares suffice for most cuts. Otherwise each stage may first use all of the memory, and then, in each round,
-    its share of it by what the stages of the last cut need. The first cut whose stages fit together is accepted.
-    Otherwise 8 of 55 plans within a limit (BERT, GPT, CLIP, U-Net with two stages on a device) would be refused. If
-    none fits, `explain` raises, for even shares, an error that names remedies.
-    """
+    """Finds a cut that fits into memory, and the share of memory of each stage; stages of one of `pools` share it."""
+    # Even shares suffice for most cuts. Otherwise each stage may first use all of the memory, then, in each round, its
+    # share of it by what the stages of the last cut need, until the stages fit together. Without this, 8 of 55 plans
+    # within a limit (BERT, GPT, CLIP, U-Net with two stages on a device) would be refused. `explain` raises.
     if not any(pools.count(pool) > 1 and site.memory is not None for pool, site in zip(pools, sites, strict=True)):
         return explain(sites), tuple(sites)
     with contextlib.suppress(MemoryLimitError):
@@ -417,10 +414,8 @@ BALANCING_ROUNDS = 4  # rounds of balancing stages that share a device
 def choose_cut(
     traced: Traced, profiles: Sequence[Profile], batch: int, settings: Settings, *, explains: bool = True
 ) -> Cut:
-    """Returns the best cut of a graph for mini-batches of `batch` samples, or raises a `PartitionError`.
-
-    `explains`: explain why nothing fits and name remedies, which takes longer than the search.
-    """
+    """Returns the best cut of a graph for mini-batches of `batch` samples, or raises a `PartitionError`."""
+    # `explains`: explain why nothing fits and name remedies, which takes longer than the search.
     cuts, failures = list[Cut](), list[PartitionError]()
     chain = chain_of(traced, profiles, settings.largest_micro_batch(batch), forbidden_cuts(traced))
     nodes = _node_sequence(traced, chain)
@@ -514,11 +509,9 @@ def _solutions(
     solve: Callable[[Chain, Sequence[StageSite]], OptimalCut],
     explain: Callable[[Chain, Sequence[StageSite]], OptimalCut],
 ) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...], Sequence[StageSite]]]:
-    """Yields starts, recomputation and sites; each round weights stages by the last time of their whole device.
-
-    The rounds shorten 11 of 79 plans (BERT, GPT, CLIP, U-Net with two stages on a device) by 1 to 8 %; two rounds would
-    shorten 8 of them as much.
-    """
+    """Yields starts, recomputation and sites; each round weights stages by the last time of their whole device."""
+    # The rounds shorten 11 of 79 plans (BERT, GPT, CLIP, U-Net with two stages on a device) by 1 to 8 %; two rounds
+    # would shorten 8 of them as much.
     placement = pools = settings.placement
     if settings.memory_limits is None and settings.hardware is None:  # memory is of devices, which workers may share
         pools = tuple(settings.workers.index(device) for device in settings.devices)

@@ -26,10 +26,8 @@ from fxpipe.utils.output_combination import needing_all
 
 
 def chain_of(traced: Traced, profiles: Sequence[Profile], samples: int, forbidden: Mapping[int, str]) -> Chain:
-    """Returns the graph as a chain, for the dynamic sizes of the profiles; its `largest` is for memory limits.
-
-    `profiles`: one for each kind of device. `samples`: of the largest micro-batch. `forbidden`: place -> why no cut.
-    """
+    """Returns the graph as a chain, for the dynamic sizes of the profiles; its `largest` is for memory limits."""
+    # `profiles`: one for each kind of device. `samples`: of the largest micro-batch. `forbidden`: place -> why no cut.
     planned, largest = profiles[0].lengths, largest_lengths(traced, profiles[0])
     chain = _chain_at(traced, profiles, samples, planned, forbidden)
     if largest == planned:

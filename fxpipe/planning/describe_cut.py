@@ -22,19 +22,7 @@ from fxpipe.partitioning.chain import flow_of_storage, kept_by_stage
 from fxpipe.planning.choose import Cut
 from fxpipe.planning.cost_model import chain_of, largest_lengths, value_flows, worker_link
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.planning.plans import Plan
-from fxpipe.planning.plans.data import (
-    HeaviestNode,
-    OpaqueNode,
-    PlannedSize,
-    PlannedTransfer,
-    Portal,
-    StageBytes,
-    StagePlan,
-    StageSeconds,
-    StageWork,
-    TiedParameter,
-)
+from fxpipe.planning.plans import Plan, data
 from fxpipe.planning.plans.retarget import LOOPBACK, MESSAGE_SECONDS, place_transfer
 from fxpipe.profiling import NodeCost, Profile, Seconds
 from fxpipe.profiling.formulas import size_point, size_polynomial
@@ -58,7 +46,9 @@ from fxpipe.utils.polynomial_bound import polynomial_bound
 FITTED_SIZES = (1, 2, 3, 4)  # micro-batch sizes at which working memory is computed, in addition to the planned size
 
 
-def stage_bytes(traced: Traced, starts: Sequence[int], profiles: Sequence[Profile], samples: int) -> list[StageBytes]:
+def stage_bytes(
+    traced: Traced, starts: Sequence[int], profiles: Sequence[Profile], samples: int
+) -> list[data.StageBytes]:
     """Computes the memory of each stage; figures are exact for `samples`, the size of the planned micro-batch."""
     profile = profiles[0]
     chain = chain_of(traced, profiles, samples, {})
@@ -87,7 +77,7 @@ def stage_bytes(traced: Traced, starts: Sequence[int], profiles: Sequence[Profil
         largest, *elsewhere = _largest_of(set().union(*working[start:end]), size_point(samples, lengths), points)
         portals_again = polynomial_sum(flows[i] for i in {*again.portals} - {*plain.portals})
         stages.append(
-            StageBytes(
+            data.StageBytes(
                 received=polynomial_sum(flows[i] for i in plain.inputs) + portals,
                 held=polynomial_sum([*(held[i] for i in plain.held), *(flows[i] for i in plain.views)]),
                 working=largest,
@@ -122,7 +112,7 @@ def user_line_of(node: fx.Node) -> str:
     return "" if line == UNKNOWN_LINE else line
 
 
-def tied_parameters(traced: Traced, program: Program) -> tuple[TiedParameter, ...]:
+def tied_parameters(traced: Traced, program: Program) -> tuple[data.TiedParameter, ...]:
     names, users = defaultdict[torch.Tensor, list[str]](list), defaultdict[torch.Tensor, list[int]](list)
     for name, parameter in traced.model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
@@ -131,20 +121,20 @@ def tied_parameters(traced: Traced, program: Program) -> tuple[TiedParameter, ..
         for name in stage.attributes:
             users[attribute_tensor(traced, nodes[name])].append(j)
     return tuple(
-        TiedParameter(tuple(own), tuple(dict.fromkeys(users[key])), tensor_bytes(key))
+        data.TiedParameter(tuple(own), tuple(dict.fromkeys(users[key])), tensor_bytes(key))
         for key, own in names.items()
         if key in users and (len(own) > 1 or len({*users[key]}) > 1)
     )
 
 
-def opaque_nodes(traced: Traced) -> tuple[OpaqueNode, ...]:
+def opaque_nodes(traced: Traced) -> tuple[data.OpaqueNode, ...]:
     """Lists modules and methods that are one node of the graph; if one is called several times, its first call."""
-    opaque: dict[str, OpaqueNode] = {}
+    opaque: dict[str, data.OpaqueNode] = {}
     for node in traced.nodes:
         call = info(node).opaque
         if call is not None and call.module is not None:
             name = opaque_name(node) if info(node).is_graph_break else call.path
-            opaque.setdefault(name, OpaqueNode(name, call.why, user_line_of(node)))
+            opaque.setdefault(name, data.OpaqueNode(name, call.why, user_line_of(node)))
     return tuple(opaque.values())
 
 
@@ -180,7 +170,7 @@ def plan_of_cut(cut: Cut, program: Program, batch: int, settings: Settings) -> P
         loss = cut.profiles[kind].loss if end == len(names) else None
         update = 0.0 if hardware is None else hardware.update_seconds(cost.gradient_bytes, cost.optimizer_bytes)
         stages.append(
-            StagePlan(
+            data.StagePlan(
                 index=j,
                 device=str(settings.devices[j]),
                 nodes=tuple(names[start:end]),
@@ -194,13 +184,13 @@ def plan_of_cut(cut: Cut, program: Program, batch: int, settings: Settings) -> P
                 state_bytes=int(cost.gradient_bytes + cost.optimizer_bytes),
                 gradient_bytes=int(cost.gradient_bytes),
                 memory_limit=None if memory is None else int(memory),
-                formulas=StageSeconds(
+                formulas=data.StageSeconds(
                     total(one.forward for one in own),
                     total(one.backward for one in own),
                     total(one.weight for one in own),
                     ZERO if loss is None else total((loss.forward, loss.backward)),
                 ),
-                work=_stage_work(own, loss, operations) if knows_work else StageWork(),
+                work=_stage_work(own, loss, operations) if knows_work else data.StageWork(),
                 update_seconds=update,
                 modules=tuple(info(node).module for node in traced.nodes[start:end]),
                 shares=time_shares(own, samples),
@@ -230,7 +220,7 @@ def plan_of_cut(cut: Cut, program: Program, batch: int, settings: Settings) -> P
         evaluating=evaluating_modules(traced.model),
         tied=tied_parameters(traced, program),
         whole=opaque_nodes(traced),
-        heaviest=HeaviestNode(node.name, stage, seconds.at(samples), user_line_of(node), seconds.formula(here)),
+        heaviest=data.HeaviestNode(node.name, stage, seconds.at(samples), user_line_of(node), seconds.formula(here)),
         operations=tuple(operations) if knows_work else (),
         processes=settings.processes,
         cluster=settings.cluster,
@@ -274,12 +264,14 @@ def formulas_of_sizes(
         dims.setdefault(formula, []).append(f"dimension {dim} of {traced.leaves[place].path}")
     return stages, {
         "portals": tuple(
-            Portal(s.name, s.source, s.target, formulas[s.name].at(here), formulas[s.name], lines[s.name])
+            data.Portal(s.name, s.source, s.target, formulas[s.name].at(here), formulas[s.name], lines[s.name])
             for s in program.skips
         ),
         **_planned_transfers(program, returns, formulas, settings, here),
         "sizes": tuple(
-            PlannedSize(symbol.name, size, largest[symbol], *traced.dynamic.bounds(symbol), tuple(dims.get(symbol, ())))
+            data.PlannedSize(
+                symbol.name, size, largest[symbol], *traced.dynamic.bounds(symbol), tuple(dims.get(symbol, ()))
+            )
             for symbol, size in profile.lengths
         ),
     }
@@ -291,13 +283,10 @@ def _planned_transfers(
     formulas: Mapping[str, Polynomial],
     settings: Settings,
     here: Mapping[str, int],
-) -> dict[str, tuple[PlannedTransfer, ...]]:
-    """Returns the transfers between stages in one process, and the packets that they send if each device has a process.
-
-    In one process by pairs of stages, without outputs, which go to the caller. There is a packet for each cut and
-    direction: values for later stages are relayed in the packets of the stages between (`relay_routes`), and so are
-    inputs read by later stages and outputs of stages before the last.
-    """
+) -> dict[str, tuple[data.PlannedTransfer, ...]]:
+    """Returns the transfers between stages in one process, and the packets between processes of devices."""
+    # In one process by pairs of stages, without outputs, which go to the caller. A packet is for each cut and
+    # direction: stages between relay values (`relay_routes`), inputs of later stages, and outputs of earlier ones.
     placement = settings.placement
     where = placement, settings.cluster, partial(worker_link, settings)
     receivers: dict[tuple[int, str], list[int]] = {}
@@ -312,7 +301,7 @@ def _planned_transfers(
     sendings = []
     for ends, sizes in sorted(sizes_by_ends.items()):
         total = sum(size.at(here) for size in sizes)
-        way = PlannedTransfer(*ends, total, size=polynomial_sum(sizes), values=len(sizes))
+        way = data.PlannedTransfer(*ends, total, size=polynomial_sum(sizes), values=len(sizes))
         sendings.append(place_transfer(way, *where))
     users, packets = value_users(program), []
     routes = relay_routes(users, placement)
@@ -324,19 +313,19 @@ def _planned_transfers(
             receiver = placement[ends[1]]
             size = polynomial_sum(formulas[name] for name, _ in parts)
             relayed = polynomial_sum(formulas[n] for n, stages in parts if receiver not in map(routes.rank, stages))
-            packet = PlannedTransfer(*ends, size.at(here), handling=MESSAGE_SECONDS, size=size, relayed=relayed)
+            packet = data.PlannedTransfer(*ends, size.at(here), handling=MESSAGE_SECONDS, size=size, relayed=relayed)
             packets.append(place_transfer(packet, *where, LOOPBACK))
     return {"sendings": tuple(sendings), "packets": tuple(packets)}
 
 
-def _stage_work(costs: Sequence[NodeCost], loss: NodeCost | None, places: dict[Operation, int]) -> StageWork:
+def _stage_work(costs: Sequence[NodeCost], loss: NodeCost | None, places: dict[Operation, int]) -> data.StageWork:
     """Counts the operations of a stage; adds new operations to `places`."""
 
     def counted(operations: Iterable[Operation]) -> tuple[tuple[int, int], ...]:
         return tuple(Counter(places.setdefault(one, len(places)) for one in operations).items())
 
     works = [cost.work or NodeWork() for cost in costs]
-    return StageWork(
+    return data.StageWork(
         counted(one for work in works for one in work.forward),
         counted(one for work in works for one in work.backward),
         counted(one for work in works for one in work.to_inputs),
@@ -348,12 +337,9 @@ def _stage_work(costs: Sequence[NodeCost], loss: NodeCost | None, places: dict[O
 def plan_with_dynamic_sizes(
     plan: Plan, first: Sequence[InputLeaf], traced: Traced, program: Program, starts: Sequence[int], settings: Settings
 ) -> Plan | None:
-    """Returns the plan with the formulas of another graph of the same stages; None if it is invalid at planned sizes.
-
-    The second graph of a pipe has symbols for its sizes. Its bytes and FLOPs are counted on tensors without values, and
-    seconds grow with the FLOPs. `first`: the inputs of the planned graph. A node that cannot run without values raises
-    its error.
-    """
+    """Returns the plan with formulas of another graph of its stages; None if it is invalid at planned sizes."""
+    # The second graph of a pipe has symbols for its sizes. Its bytes and FLOPs are counted on tensors without values,
+    # and seconds grow with the FLOPs. `first`: inputs of the planned graph. A node that needs values raises its error.
     samples = plan.micro_batch
     lengths = traced.dynamic.lengths_of(first)
     if lengths is None or not traced.holds_at(samples, lengths):
@@ -391,7 +377,7 @@ def _inputs_at(traced: Traced, lengths: Lengths) -> list[Any]:
     return inputs
 
 
-def _formulas(stage: StagePlan, flops: Polynomial, back: Polynomial, here: dict[str, int]) -> StageSeconds:
+def _formulas(stage: data.StagePlan, flops: Polynomial, back: Polynomial, here: dict[str, int]) -> data.StageSeconds:
     """Scales the growing part of a stage's seconds with its FLOPs; zero for a stage without FLOPs."""
 
     def formula(seconds: float, known: Polynomial, work: Polynomial) -> Polynomial:
@@ -399,7 +385,7 @@ def _formulas(stage: StagePlan, flops: Polynomial, back: Polynomial, here: dict[
         return work * (Fraction(max(0.0, seconds - fixed)) / Fraction(once)) + Polynomial.in_b(fixed) if once else ZERO
 
     known = stage.formulas
-    return StageSeconds(
+    return data.StageSeconds(
         formula(stage.forward_seconds, known.forward, flops),
         formula(stage.backward_seconds, known.backward, back or flops),
         formula(stage.weight_seconds, known.weight, back or flops),

@@ -152,10 +152,8 @@ def prepare(
     seed: int = 0,
     micro_batches: int | None = None,
 ) -> PreparedGraph:
-    """Runs all passes. With a `plan`, uses its stages for the graph of its mode, instead of planning new ones.
-
-    `seed`: of the random numbers that forward draws. `micro_batches`: the inputs are one of this number; None: all.
-    """
+    """Runs all passes. With a `plan`, uses its stages for the graph of its mode, instead of planning new ones."""
+    # `seed`: of the random numbers that forward draws. `micro_batches`: the inputs are one of this number; None: all.
     accelerator.refuse_capture(settings.row_devices if settings.hardware is None else ())
     if plan is None:
         settings = with_memory_at_hand(settings, model)

@@ -37,12 +37,7 @@ from fxpipe.tracing.model_state import in_mode, look_on_recording_device, model_
 from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.tensors import slice_samples, tensor_bytes
 from fxpipe.tracing.traced import attribute_tensor
-from fxpipe.tracing.verify.compared_sizes import (
-    OtherMicroBatchesError,
-    agrees_with_model,
-    recheck_lengths,
-    recheck_micro_batches,
-)
+from fxpipe.tracing.verify import compared_sizes
 from fxpipe.tracing.verify.effects import least_samples
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import planning_block
@@ -82,11 +77,8 @@ class ProfiledModel:
 def trace_and_profile(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int = 0
 ) -> ProfiledModel:
-    """Traces and profiles the model as training will run it.
-
-    Graph and model are compared, and nodes are measured, on micro-batches of the size that `settings.chunks` gives. The
-    inputs are a mini-batch of all replicas; the result is for one replica.
-    """
+    """Traces and profiles the model for one replica, as training will run it, with a mini-batch of all replicas."""
+    # Graph and model are compared, and nodes are measured, on micro-batches of the size that `settings.chunks` gives.
 
     def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int, MeasuredKinds]:
         in_all = replace(settings, chunks=settings.chunks * settings.data_parallel)
@@ -133,7 +125,7 @@ def holds_for_chunks(
     sizes = micro_batch_sizes(batch, chunks)
     with model_on(traced.model, traced.device), in_mode(traced.model, None):
         args, kwargs = move_inputs((args, kwargs), traced.device)
-        return not settings.check or agrees_with_model(traced, args, kwargs, sorted(sizes))
+        return not settings.check or compared_sizes.agrees_with_model(traced, args, kwargs, sorted(sizes))
 
 
 def holds_for_sizes(
@@ -142,14 +134,14 @@ def holds_for_sizes(
     """Checks that the graph is valid for these inputs in micro-batches of these sizes, in the mode of the model."""
     with model_on(traced.model, traced.device):
         args, kwargs = move_inputs((args, kwargs), traced.device)
-        return recheck_micro_batches(traced, args, kwargs, sizes, settings.out_dims is not None)
+        return compared_sizes.recheck_micro_batches(traced, args, kwargs, sizes, settings.out_dims is not None)
 
 
 def holds_for_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Compares graph and model at dynamic sizes far from those already compared, and remembers the result."""
     with model_on(traced.model, traced.device):
         args, kwargs = move_inputs((args, kwargs), traced.device)
-        return recheck_lengths(traced, args, kwargs)
+        return compared_sizes.recheck_lengths(traced, args, kwargs)
 
 
 def trace_batch(
@@ -182,7 +174,7 @@ def trace_batch(
     phase("tracing")
     try:
         traced = traced_for(settings.chunks)
-    except OtherMicroBatchesError:
+    except compared_sizes.OtherMicroBatchesError:
         if "chunks" not in settings.left:
             raise
         traced = traced_for(1)
@@ -352,15 +344,11 @@ EVALUATION_SAMPLES = 2  # samples
 def refusal_of_evaluation(
     first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0
 ) -> FxpipeError | None:
-    """Predicts the error that refuses `model.eval()` under `no_grad`, and leaves the model unchanged.
-
-    Evaluation has another graph (no dropout, other branches, no gradients), which is traced at its first call. So the
-    model is also recorded in evaluation mode, on two samples, without comparing anything. Only if that fails, the graph
-    is prepared as the first evaluation would, and discarded: the error is the one that evaluation would raise. This
-    does not predict errors for other inputs, or for a graph that differs from its model.
-
-    Returns None for a model that is not in training mode or was not recorded, and for errors of the model itself.
-    """
+    """Predicts the error of a model in training mode that refuses `eval()` under `no_grad`; leaves it unchanged."""
+    # Evaluation has another graph (no dropout, other branches, no gradients), which is traced at its first call. So the
+    # model is also recorded in evaluation mode, on two samples, without comparing anything. Only if that fails, the
+    # graph is prepared as the first evaluation would, and discarded: the error is the one that evaluation would raise.
+    # This does not predict errors for other inputs, or for a graph that differs from its model.
     model, settings = first.traced.model, first.settings
     if not model.training or first.traced.recording_options is None:
         return None

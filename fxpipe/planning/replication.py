@@ -21,14 +21,8 @@ from typing import TypeAlias
 from fxpipe.cluster import MESHES
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.hardware import Hardware, cluster_of
+from fxpipe.partitioning import pipedream
 from fxpipe.partitioning.chain import Chain
-from fxpipe.partitioning.pipedream import (
-    BandwidthLevel,
-    StageWorkers,
-    bounds_for_replicas,
-    group_into_layers,
-    pipedream_partition,
-)
 from fxpipe.planning.cost_model import chain_of, planned_workers, worker_link
 from fxpipe.planning.options.parse import CHUNKS_PER_WORKER
 from fxpipe.planning.options.pipeline_options import Settings
@@ -85,7 +79,7 @@ def pipedream_starts(chain: Chain, settings: Settings, batch: int) -> tuple[int,
 
 def _bounds(figures: _NodeFigures, chain: Chain, settings: Settings) -> tuple[tuple[int, ...], float] | None:
     """Finds the first node of each stage, and the seconds of the slowest; None if there are no such stages."""
-    workers, cluster, of_stages = planned_workers(settings), settings.cluster, list[StageWorkers]()
+    workers, cluster, of_stages = planned_workers(settings), settings.cluster, list[pipedream.StageWorkers]()
     shares = settings.data_parallel * settings.ranks_per_stage  # replicas with a mini-batch and a link of their own
     if cluster is not None and settings.ranks_per_stage > 1:
         cluster = replace(cluster, data=shares)
@@ -100,9 +94,9 @@ def _bounds(figures: _NodeFigures, chain: Chain, settings: Settings) -> tuple[tu
             reduces = LOOPBACK.bytes_per_second
         receives = math.inf if link is None else link.bytes_per_second * shares
         count = cluster.count(k) if cluster is not None else shares
-        of_stages.append(StageWorkers(count, workers[k].kind, reduces, receives))
+        of_stages.append(pipedream.StageWorkers(count, workers[k].kind, reduces, receives))
     forbidden = sorted(chain.forbidden_cuts)
-    return bounds_for_replicas(*figures, of_stages, forbidden=forbidden, required=chain.required_cuts)
+    return pipedream.bounds_for_replicas(*figures, of_stages, forbidden=forbidden, required=chain.required_cuts)
 
 
 def choose_replicas(traced: Traced, profile: Profile, batch: int, settings: Settings) -> Settings:
@@ -144,7 +138,7 @@ def choose_replicas(traced: Traced, profile: Profile, batch: int, settings: Sett
     return best[1]
 
 
-def bandwidth_levels(hardware: Hardware, devices: int) -> tuple[BandwidthLevel, ...]:
+def bandwidth_levels(hardware: Hardware, devices: int) -> tuple[pipedream.BandwidthLevel, ...]:
     """Returns the levels of bandwidth over `devices` devices, the lowest first: within nodes and between nodes.
 
     If the last node is not full, the lower level is the largest group that divides every node.
@@ -156,17 +150,17 @@ def bandwidth_levels(hardware: Hardware, devices: int) -> tuple[BandwidthLevel, 
     cluster = cluster_of(hardware, devices)
     within = math.inf if hardware.within is None else hardware.within.bytes_per_second
     if cluster.nodes == 1 or hardware.between is None:
-        return (BandwidthLevel(devices, within),)
+        return (pipedream.BandwidthLevel(devices, within),)
     group = math.gcd(devices, hardware.devices_per_node)
     share = cluster.adapters_per_node * group / cluster.devices_per_node  # adapters of a node for one group
-    between = BandwidthLevel(devices // group, hardware.between.bytes_per_second * share)
-    return (between,) if group == 1 else (BandwidthLevel(group, within), between)
+    between = pipedream.BandwidthLevel(devices // group, hardware.between.bytes_per_second * share)
+    return (between,) if group == 1 else (pipedream.BandwidthLevel(group, within), between)
 
 
 def _partitions(figures: _NodeFigures, chain: Chain, hardware: Hardware, devices: int) -> Iterator[tuple[int, ...]]:
     """Yields the replicas of the best stages over several levels, and over a single level."""
     (times, *_), activations, weights = figures
-    starts = group_into_layers(times, weights, sorted(chain.forbidden_cuts), chain.required_cuts)
+    starts = pipedream.group_into_layers(times, weights, sorted(chain.forbidden_cuts), chain.required_cuts)
     ends = list(pairwise([*starts, len(times)]))
     layers = (
         [math.fsum(times[start:stop]) for start, stop in ends],
@@ -175,14 +169,14 @@ def _partitions(figures: _NodeFigures, chain: Chain, hardware: Hardware, devices
     )
     required = [starts.index(place) for place in chain.required_cuts]
     levels, cluster = bandwidth_levels(hardware, devices), cluster_of(hardware, devices)
-    yield pipedream_partition(*layers, levels, required=required).replicas
+    yield pipedream.pipedream_partition(*layers, levels, required=required).replicas
     if len(levels) > 1:  # all devices as far apart as any two, each with an even share of its node's adapters
         rates = [link.bytes_per_second for link in (hardware.within, hardware.between) if link is not None]
         if hardware.between is not None:
             share = min(1.0, cluster.adapters_per_node / cluster.devices_per_node)
             rates.append(hardware.between.bytes_per_second * share)
-        one_level = [BandwidthLevel(devices, min(rates, default=math.inf))]
-        yield pipedream_partition(*layers, one_level, required=required).replicas
+        one_level = [pipedream.BandwidthLevel(devices, min(rates, default=math.inf))]
+        yield pipedream.pipedream_partition(*layers, one_level, required=required).replicas
 
 
 def _with_replicas(settings: Settings, replicas: tuple[int, ...], traced: Traced, batch: int) -> Iterator[Settings]:

@@ -179,10 +179,8 @@ class ModelTensors:
             store[key] = value
 
     def hiding(self, names: Collection[str], function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function during which any use of these tensors of the model, other than `get`, is an error.
-
-        One call at a time: replicas of the last stage, and steps of a stream, call it in threads of their own.
-        """
+        """Returns a function during which any use of these tensors of the model, other than `get`, is an error."""
+        # One call at a time: replicas of the last stage, and steps of a stream, call it in threads of their own.
 
         def call(*args: Any) -> Any:
             with _hiding:

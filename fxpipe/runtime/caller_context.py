@@ -158,11 +158,9 @@ T = TypeVar("T")
 
 
 class CallerStateRunner:
-    """Calls functions in the state of the caller, from a thread in the state of `ActionPerformer.in_row`.
+    """Calls functions in the state of the caller, from a thread in the state of `ActionPerformer.in_row`."""
 
-    A grad mode that user code leaves set is reset: checking for it is cheap. If a function raises, the row ends, and
-    the end of the row restores the state.
-    """
+    # A grad mode that user code leaves set is reset: checking for it is cheap. The end of a row restores the state.
 
     def __init__(self, state: ThreadState):
         self._state, self._rest = state, state.without_autocast()

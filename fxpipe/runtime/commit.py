@@ -30,10 +30,9 @@ _CPU = torch.device("cpu")
 
 
 class Commit(torch.autograd.Function):
-    """A node whose backward returns `finish(gradients of outputs)`: the gradients of `inputs`, a list that is emptied.
+    """A node whose backward returns `finish(gradients of outputs)`, the gradients of `inputs`, emptying that list."""
 
-    It runs once, in a block of `running`. If that block refuses to begin, backward may be called again.
-    """
+    # It runs once, in a block of `running`. If that block refuses to begin, backward may be called again.
 
     @staticmethod
     def forward(
@@ -151,11 +150,8 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the sum of `count` earlier gradients and `new`.
-
-    The first gradient is kept as autograd returned it, and may share storage with another. So the second is added out
-    of place, and further ones in place.
-    """
+    """Returns the sum of `count` earlier gradients and `new`."""
+    # The first, of autograd, may share storage with another: the second is added out of place, further ones in place.
     if have is None:
         return new
     return have + new if count < 2 or new.is_sparse else have.add_(new)
@@ -170,10 +166,7 @@ def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> to
 
 @contextmanager
 def gradient_rollback(leaves: Sequence[torch.Tensor], is_certain: bool = False) -> Iterator[None]:
-    """A block that passes gradients to leaves; if it fails, restores the earlier gradients of leaves with hooks.
-
-    `is_certain`: restores them without hooks, too.
-    """
+    """A block that passes gradients to leaves; failing, it restores those with hooks, or all if `is_certain`."""
     if not (is_certain or any(map(has_gradient_hooks, leaves))):
         yield
         return

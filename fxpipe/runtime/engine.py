@@ -200,10 +200,7 @@ class Engine:
         placement: Sequence[int],
         replicas: Sequence[int],
     ) -> None:
-        """Runs the update of each stage in its worker, after a step.
-
-        `updates`: by stage, the function that U calls. `replicas`: by worker, their number; empty: one each.
-        """
+        """Runs the updates of stages, what their U calls, in their workers. `replicas`: by worker; empty: one each."""
         notes = self._last_notes
         step = ActionPerformer(devices, Transport(devices), self._caller_context, ThreadState.now())
         step.updates = updates
@@ -284,10 +281,8 @@ class Engine:
     def forward_backward(
         self, given_inputs: GivenInputs, schedule: Schedule, call: LossCall, updates: OverlappedUpdates | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None.
-
-        With `updates` the stages update their weights within the step, unless the step verifies the loss.
-        """
+        """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None."""
+        # With `updates` the stages update their weights within the step, unless the step verifies the loss.
         m, takes_all = schedule.micro_batches, given_inputs.takes_all(call.reduction)
         devices = dict.fromkeys(given_inputs.bound.stage_devices[-1])
         if call.scaler is not None and len(devices) > 1 and not takes_all:
@@ -333,10 +328,7 @@ class Engine:
         return loss, output
 
     def write_back(self, given_inputs: GivenInputs, results: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Writes the final values of inputs that forward writes to, and sets the attributes that it sets.
-
-        Attributes get the values of the last micro-batch, as in a loop.
-        """
+        """Writes the last values of inputs that forward writes to, and of attributes that it sets, as a loop does."""
         every = given_inputs.leaves if given_inputs.is_handed_over else [given_inputs.leaves]
         for bound, leaves, values in zip(given_inputs.bounds, every, results, strict=False):
             tensors, places = ModelTensors(self.model, bound.constants), bound.program.written_inputs
@@ -473,10 +465,8 @@ def divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
 def scatter_target(
     target: tuple[Any, ...], batch: int, count: int, devices: Sequence[torch.device], rows: Collection[int] = (1,)
 ) -> list[tuple[Any, ...]]:
-    """Returns the target of each micro-batch, on the device of its loss: `()` or `(target,)`.
-
-    `devices`: of the replicas of the last stage. `rows`: possible numbers of rows of a sample in the target.
-    """
+    """Returns the target of each micro-batch, on the device of its loss: `()` or `(target,)`."""
+    # `devices`: of the replicas of the last stage. `rows`: possible numbers of rows of a sample in the target.
     leaves, spec = flatten(target)
     for leaf in leaves:
         refuse_uncuttable("target", leaf)

@@ -73,12 +73,10 @@ class ActionPerformer:
 
     @contextmanager
     def in_row(self) -> Iterator[None]:
-        """A block in which a thread performs a row or a part of one.
-
-        Setting the state of a thread and restoring it takes ten microseconds, and nearly all actions need the same. So
-        a row sets it once: the caller's grad mode, no autocast, which backward must not have, and no multithreading in
-        autograd. Forward and loss then set nothing unless the caller has autocast on (`CallerStateRunner`).
-        """
+        """A block in which a thread performs a row or a part of one."""
+        # Nearly all actions need the same state, and setting it takes ten microseconds. So a row sets it once: the
+        # caller's grad mode, no autocast, which backward must not have, and no multithreading in autograd. Forward and
+        # loss then set nothing unless the caller has autocast on (`CallerStateRunner`).
         stage_context.recomputes = self.recomputes
         with set_thread_state(self.state.without_autocast()), torch.autograd.set_multithreading_enabled(False):
             yield
@@ -201,10 +199,8 @@ def _worker_main(
     ready: queue.SimpleQueue[Any],
     ended: list[BaseException],
 ) -> None:
-    """Runs a worker. It holds only its arguments, so that threads do not keep a dropped pipe alive.
-
-    A job is (context, step, row), a queue to answer to, or None for the end. `ended`: exceptions that ended threads.
-    """
+    """Runs a worker. It holds only its arguments, so that threads do not keep a dropped pipe alive."""
+    # A job is (context, step, row), a queue to answer to, or None for the end. `ended`: exceptions that ended threads.
     try:
         torch.set_num_threads(threads)
         # Reading the number fixes it: else the thread uses the process's number at its first operation (torch 2.13).
@@ -367,11 +363,10 @@ def _stop_workers(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
 
 
 class InlineExecutor:
-    """Runs the only row in the calling thread, for a pipe with one worker on the CPU.
+    """Runs the only row in the calling thread, for a pipe with one worker on the CPU."""
 
-    So it costs what the model costs: glibc gives each thread a memory arena, and the same step may be 10 % faster or
-    slower in another arena. Ctrl-C and debuggers stop within the model.
-    """
+    # So Ctrl-C and debuggers stop within the model, and it costs what the model costs: in another thread, with its own
+    # memory arena of glibc, the same step may be 10 % faster or slower.
 
     def __init__(self) -> None:
         self._running: tuple[int, ActionPerformer] | None = None

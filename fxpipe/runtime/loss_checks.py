@@ -94,11 +94,8 @@ class LossWeightingCheck:
                 self.note((j, name), i, reductions, gradients)
 
     def difference(self, share: Callable[[int], Any], means_only: bool = False) -> str | None:
-        """Describes how the weights of elements differ between micro-batches; None if they do not.
-
-        Waits for the values, which a GPU may still be computing. `share`: the weight of a micro-batch. `means_only`:
-        ignores sums, since the model may divide them by its own numbers later.
-        """
+        """Describes how the weights of elements differ between micro-batches, or None. Waits for their values."""
+        # `share`: the weight of a micro-batch. `means_only`: no sums, which the model may divide by its own numbers.
         by_place: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, Any]]] = {}
         for (key, i), noted in self.gradients.items():
             by_place.setdefault(key, {})[i] = noted
@@ -209,10 +206,8 @@ class GatheredOutput:
 def verify_loss(
     losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tree: Callable[[list[Any]], Any]
 ) -> bool | None:
-    """Raises `LossError` if the losses of micro-batches do not add up to the loss of all gathered `outputs`.
-
-    `tree` builds the model's output. Returns True if there was something to compare; None if random numbers differ.
-    """
+    """Raises `LossError` if the losses of micro-batches do not add up to the loss of all gathered `outputs`."""
+    # `tree` builds the model's output. Returns True if there was something to compare; None if random numbers differ.
     if any(output.is_trained and output.how == "stack" for output in outputs):
         return False  # it has another shape than in micro-batches
     whole, gradients = _loss_of_whole(losses, outputs, tree)

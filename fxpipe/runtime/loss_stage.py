@@ -19,18 +19,11 @@ import torch
 from fxpipe._torch.autograd import gradients_of, leaves_below, suspend_hooks
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import LossError, UnequalOutputsError
+from fxpipe.runtime import loss_checks
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.caller_context import CallerStateRunner
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.exchange import Exchange
-from fxpipe.runtime.loss_checks import (
-    GatheredOutput,
-    LossEvidence,
-    LossHistory,
-    LossWeightingCheck,
-    reductions_under,
-    verify_loss,
-)
 from fxpipe.runtime.losses import MicroBatchLosses
 from fxpipe.runtime.step_inputs import combine, gather, tensor_requires_grad
 from fxpipe.runtime.step_record import StepLog
@@ -57,7 +50,7 @@ class LossStage:
     bounds: Sequence[BoundProgram]  # by micro-batch
     exchange: Exchange
     losses: MicroBatchLosses
-    loss_weighting: LossWeightingCheck
+    loss_weighting: loss_checks.LossWeightingCheck
     keep_outputs: bool
     shares: Sequence[float]  # by micro-batch: share of the samples
     outputs: dict[int, list[Any]] = field(default_factory=dict)  # by micro-batch, if they are kept
@@ -96,10 +89,7 @@ class LossStage:
         return self.bounds[0]
 
     def _received(self, i: int) -> tuple[list[Any], list[int]]:
-        """Takes the outputs of a micro-batch as leaves of the loss's graph; returns these and where they require grad.
-
-        They are kept as far as they are needed at the end of the step.
-        """
+        """Takes outputs of a micro-batch as leaves of the loss's graph, kept as needed; says which require grad."""
         bound = self.bounds[i]
         links, user = bound.wiring.links[-1], len(bound.devices)
         outputs: list[Any] = []
@@ -144,10 +134,8 @@ class LossStage:
         return losses(self._share(outputs, i), i, lambda: bound.output_of(outputs))
 
     def _share(self, outputs: Sequence[Any], i: int) -> Any:
-        """Returns the output of a micro-batch such that losses of all of them add up to the loss of the mini-batch.
-
-        With `reduction="mean"` their mean does: a sum over samples counts once for each part of the batch.
-        """
+        """Returns the output of a micro-batch such that losses of all of them add up to the loss of the mini-batch."""
+        # With `reduction="mean"` their mean does: a sum over samples counts once for each part of the batch.
         losses, bound = self.losses, self.bounds[i]
         weight, reduction = losses.shares[i] * losses.portion, losses.reduction
         known = map_tensor_leaves(lambda t: losses.bring(t, self.devices[i]), dict(losses.known))
@@ -174,7 +162,7 @@ class LossStage:
         """Computes the gradients of a micro-batch's outputs, and sums the gradients of other leaves."""
         received = {id(x) for x in outputs}
         own = [x for x in leaves_below(loss) if id(x) not in received]
-        reductions = reductions_under(loss.grad_fn, loss.output_nr) if self.loss_weighting.is_on else []
+        reductions = loss_checks.reductions_under(loss.grad_fn, loss.output_nr) if self.loss_weighting.is_on else []
         wanted = [*outputs, *[r.edge for r in reductions], *own]
         if own:
             # One replica at a time, in any mini-batch of a stream: all share the hooks and the graph above these
@@ -197,12 +185,9 @@ class LossStage:
         return [self.losses.bring(value, None) for value in values]
 
     def evidence(
-        self, history: LossHistory, is_verified: bool, is_asked: bool, log: StepLog
-    ) -> tuple[LossEvidence, list[Any]]:
-        """Returns the evidence of a step, and its gathered outputs, if they were kept.
-
-        `is_verified`: compare with the loss of all outputs. `is_asked`: the caller needs the outputs.
-        """
+        self, history: loss_checks.LossHistory, is_verified: bool, is_asked: bool, log: StepLog
+    ) -> tuple[loss_checks.LossEvidence, list[Any]]:
+        """Returns a step's evidence (`is_verified`: from all outputs) and, if `is_asked`, its gathered outputs."""
         wrong, outputs = self.loss_weighting.difference(self.losses.share), list[Any]()
         is_verified = is_verified and self.keep_outputs
         try:
@@ -225,12 +210,12 @@ class LossStage:
                 generator_lock(home),
                 accelerator.restore_generators(generators),
             ):
-                gathered = [GatheredOutput(x, how, gradients) for x, (how, _), gradients in columns]
-                history.can_verify = verify_loss(self.losses, gathered, self.bound.output_of)
+                gathered = [loss_checks.GatheredOutput(x, how, gradients) for x, (how, _), gradients in columns]
+                history.can_verify = loss_checks.verify_loss(self.losses, gathered, self.bound.output_of)
             log.verifications.append(time.perf_counter() - start)
         can_verify, share = history.can_verify, self.losses.share
         wrong_means = self.loss_weighting.difference(share, means_only=can_verify is False) if wrong else None
-        return LossEvidence(wrong, wrong_means, can_verify, is_verified), outputs
+        return loss_checks.LossEvidence(wrong, wrong_means, can_verify, is_verified), outputs
 
     def output(self, outputs: Sequence[Any] | None) -> Any:
         """Returns the output of the mini-batch, from its gathered `outputs`; None: of the caller's micro-batches."""

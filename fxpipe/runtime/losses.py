@@ -145,10 +145,7 @@ class MicroBatchLosses:
 
     @property
     def divisor(self) -> Any:
-        """The divisor of all gradients at the end of the step; None if there is none.
-
-        If nothing counts, gradients stay zero, and the loss is 0 / 0, as `F.cross_entropy` if all targets are ignored.
-        """
+        """The divisor of all gradients at the end, or None. If nothing counts, they stay zero, and the loss is 0/0."""
         if not self.returns_weights:
             return None
         weight, unit = self.weight, self.bring(self.unit, None)

@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from fxpipe._torch.autograd import (
-    gradient_edge_of,
-    gradients_of,
-    graph_entry,
-    stage_backward,
-    takes_gradient,
-    version_of,
-)
+from fxpipe._torch import autograd
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import BatchStatistics, Stage, StageCallable, WeightGradientTape
@@ -89,10 +82,7 @@ def _norm_calls(statistics: Sequence[BatchStatistics]) -> list[tuple[str, str, f
 def _merge_weights(
     counts: tuple[tuple[int, ...], ...], widths: tuple[int, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns n / N, (n - 1) / (N - 1), n / (N - 1) by micro-batch and channel; `widths`: channels of each call.
-
-    Cached, so that later steps do not wait for a GPU.
-    """
+    """Returns n / N, (n - 1) / (N - 1), n / (N - 1) by micro-batch and channel; `widths`: channels of each call."""
     n = torch.tensor(counts, dtype=torch.float64).repeat_interleave(torch.tensor(widths), dim=1)
     total = n.sum(0)
     return (n / total).to(device), ((n - 1) / (total - 1)).to(device), (n / (total - 1)).to(device)
@@ -131,10 +121,10 @@ def enter_graph(
             else:  # a subclass needs a leaf, since the node would drop its class
                 value = value.detach().requires_grad_()
                 wanted.append(link)
-                edges.append(gradient_edge_of(value))
+                edges.append(autograd.gradient_edge_of(value))
         uses.append(value)
     if through:
-        entered = graph_entry(*through, _entry_token)
+        entered = autograd.graph_entry(*through, _entry_token)
         node: Any = entered[0].grad_fn
         for k, place in enumerate(places):
             uses[place] = entered[k]
@@ -163,10 +153,7 @@ class StageResult(NamedTuple):
 
 
 class StageTotals:
-    """The sums of a stage over the micro-batches of a step: gradients, and buffers that change.
-
-    All programs of a step share it.
-    """
+    """The sums of a stage over a step, for all its programs: gradients, and buffers that change."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, torch.Tensor] = {}  # changed buffers, after the last F
@@ -191,10 +178,7 @@ class StageTotals:
     def final_buffers(
         self, others: Sequence[StageTotals], bring: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Returns the buffers that change, after all micro-batches.
-
-        `others`: totals of the stage's other replicas. `bring`: moves a tensor to the device of the first one.
-        """
+        """Returns the buffers that change, after all micro-batches. `bring`: moves those of `others`, replicas."""
         statistics = {i: calls for one in (self, *others) for i, calls in one._statistics.items()}
         ordered = [
             [
@@ -267,7 +251,7 @@ class StageInstance:
     def versions(self, received: Sequence[BoundaryValue]) -> list[int]:
         """Returns the versions of the tensors that a run on these values reads and the caller could write to."""
         tensors = (*self._fixed, *(one.value for one in received))
-        return [version_of(x) if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in tensors]
+        return [autograd.version_of(x) if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in tensors]
 
     def check_unchanged(self, received: Sequence[BoundaryValue], versions: Sequence[int]) -> None:
         """Raises `StateError` if a tensor was written to since F, so that R would compute other values."""
@@ -308,18 +292,15 @@ class StageInstance:
                 roots.append(edge)
         for name, x in zip(stage.sends, sent, strict=True):
             # Without gradients there is no backward, and leaves that forward creates have no edge.
-            if self.grad and isinstance(x, torch.Tensor) and takes_gradient(x):
+            if self.grad and isinstance(x, torch.Tensor) and autograd.takes_gradient(x):
                 names.append(name)
-                roots.append(gradient_edge_of(x))
+                roots.append(autograd.gradient_edge_of(x))
         return StageResult(sent, buffers, statistics, BackwardHandle(links, leaves, names, roots, tape))
 
     def backward(
         self, pending: BackwardHandle, gradients: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
-        """Sums the gradients of parameters, except those that W computes, which go on the tape.
-
-        `gradients`: of `pending.roots`. Returns the gradients of `pending.leaves`.
-        """
+        """Sums gradients of parameters, except those of W, which go on the tape; returns those of `pending.leaves`."""
         roots, arrived = [], []
         for root, gradient in zip(pending.roots, gradients, strict=True):
             if gradient is not None:
@@ -335,8 +316,8 @@ class StageInstance:
         # Autograd adds these gradients to their sums immediately, and keeps none.
         handles = [self.views[n].register_hook(functools.partial(self._add_now, n)) for n in early] if early else []
         try:
-            with stage_backward:
-                results = gradients_of(wanted, roots, arrived)
+            with autograd.stage_backward:
+                results = autograd.gradients_of(wanted, roots, arrived)
         finally:
             for handle in handles:
                 handle.remove()

@@ -47,10 +47,7 @@ class StagewiseOptimizer(torch.optim.Optimizer):
     def step_parameters(
         self, parameters: Collection[torch.Tensor], options: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Steps only these parameters; safe to call from several threads for different parameters.
-
-        `options`: of the groups, for a mini-batch of a stream; None: the current ones.
-        """
+        """Steps only these parameters; threads may step others. `options`: of a mini-batch; None: the current."""
 
     def count_step(self) -> None:
         """Counts a step in which the stages were updated, for hooks and learning rate schedulers."""
@@ -70,10 +67,7 @@ class OverlappedUpdates:
         return {id(parameter) for of_stage in self.parameters.values() for parameter in of_stage}
 
     def step(self, stage: int, trained: Collection[torch.Tensor] = ()) -> None:
-        """Steps the parameters of a stage with their gradients, and drops these, even on failure.
-
-        Otherwise the next mini-batch would add to them. `trained`: the parameters that were given gradients.
-        """
+        """Steps a stage's `trained` parameters; drops gradients even on failure: the next batch would add to them."""
         parameters = self.parameters.get(stage, ())
         self.begun.append(stage)
         try:
@@ -115,10 +109,8 @@ def noting_updates(updates: OverlappedUpdates | None) -> Iterator[None]:
 def actions_before_updates(
     schedule: Schedule, parameters: Mapping[int, Sequence[torch.Tensor]], users: Mapping[int, Collection[int]]
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns for each stage the actions of other rows that must end before its weights change.
-
-    `parameters`: by updating stage. `users`: by identity of a parameter, the stages that use it.
-    """
+    """Returns for each stage the actions of other rows that must end before its weights change."""
+    # `parameters`: by updating stage. `users`: by identity of a parameter, the stages that use it.
     kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT)
     back: dict[int, list[Action]] = {j: [] for j in range(schedule.stages)}
     for action in (action for row in schedule.rows for action in row if action.kind in kinds):

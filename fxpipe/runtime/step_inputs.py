@@ -196,10 +196,8 @@ def tensor_requires_grad(value: Any) -> bool:
 
 
 def check_programs_fit(bounds: Sequence[BoundProgram], tensors: Sequence[ModelTensors]) -> None:
-    """Raises `StateError` if micro-batches of different programs cannot follow each other in one step.
-
-    If a program changes a tensor of the model, the next micro-batch must use it in the same stage and by the same name.
-    """
+    """Raises `StateError` if micro-batches of different programs cannot follow each other in one step."""
+    # If a program changes a tensor of the model, the next one must use it in the same stage and by the same name.
     changed = {name for bound in bounds for name in bound.program.changes}
     places: dict[str, set[int]] = {}
     objects: dict[str, set[int]] = {}

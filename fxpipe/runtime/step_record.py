@@ -279,10 +279,8 @@ ActionTimes = dict[Action, tuple[float, float]]
 
 
 def _parts_of(log: StepLog, seconds: Callable[[TimeMark], float]) -> tuple[list[tuple[float, ActionTimes]], float]:
-    """Returns begin and actions of each part of a step, and the seconds between forward and backward of a drop-in.
-
-    Updates after the step are parts, too, as if each began when earlier actions had ended.
-    """
+    """Returns begin and actions of each part of a step, and the seconds between forward and backward of a drop-in."""
+    # Updates after the step are parts, too, as if each began when earlier actions had ended.
     first, away = log.begun[0], 0.0
     times = {a: (seconds(start) - first, seconds(end) - first) for a, (start, end) in log.times.items()}
     parts = [(0.0, times)]

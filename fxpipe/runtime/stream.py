@@ -76,10 +76,9 @@ class StreamGradient(torch.Tensor):
 
 
 class StageWeights:
-    """The versions of a stage's weights that mini-batches in flight need, and its hidden gradients.
+    """The versions of a stage's weights that mini-batches in flight need, and its hidden gradients."""
 
-    One worker of the stage updates. Others may read versions at the same time, except the one being created.
-    """
+    # One worker of the stage updates. Others may read versions at the same time, except the one being created.
 
     def __init__(self, named: Mapping[str, torch.Tensor]):
         self._named = dict(named)
@@ -91,13 +90,10 @@ class StageWeights:
         self.end_update()
 
     def hide_gradients(self) -> None:
-        """Sets `.grad` of parameters without a gradient to an unusable one.
-
-        Each stage assigns gradients, updates its parameters and drops the gradients, while other stages are at other
-        mini-batches. Code between two losses that reads `.grad` (`clip_grad_norm_`, another optimizer, a logger) would
-        find None, and skip all parameters silently. (Code that reads it while all stages update gets the error the next
-        time.)
-        """
+        """Sets `.grad` of parameters without a gradient to an unusable one."""
+        # Stages update and drop gradients while others are at other mini-batches. Code between two losses that reads
+        # `.grad` (`clip_grad_norm_`, another optimizer, a logger) would find None, and skip all parameters silently.
+        # (Code that reads it while all stages update gets the error the next time.)
         if not self._hidden:
             for p in filter(tensor_requires_grad, self._named.values()):
                 empty = torch.empty((), dtype=p.dtype, device=p.device)
@@ -477,10 +473,8 @@ class Stream(ActionPerformer):
                 log.losses.pop(i, None)
 
     def _notes(self) -> StepNotes:
-        """Returns the notes of the last mini-batches as the notes of one step, with consecutive micro-batches.
-
-        Numbers start at the smallest one that keeps every micro-batch on its replica.
-        """
+        """Returns the notes of the last mini-batches as the notes of one step, with consecutive micro-batches."""
+        # Numbers start at the smallest one that keeps every micro-batch on its replica.
         bound, numbers, begun, _ = self._recent[0]
         every, replicas = self.log, self._order.replicas
         known = dict(every.times)  # after an interrupt, workers may still add to it

@@ -136,10 +136,9 @@ def copy_streams(source: torch.device, target: torch.device) -> tuple[torch.Stre
 
 
 class Transport:
-    """The streams and copies of one step. Created in the caller's thread, used by the workers.
+    """The streams and copies of one step. Created in the caller's thread, used by the workers."""
 
-    The maker's worker calls `start_copy`, the user's worker calls `open`. Without a copy, both do nothing.
-    """
+    # The maker's worker calls `start_copy`, the user's worker calls `open`. Without a copy, both do nothing.
 
     copies_on_one_device = False  # True: also copy values between stages of one device
 
@@ -167,21 +166,15 @@ class Transport:
         return _NO_STREAM if stream is None else accelerator.current_streams(stream)
 
     def at_all(self, device: torch.device) -> AbstractContextManager[None]:
-        """A block on the step's streams of all devices, of which `device` is the current one.
-
-        torch copies the tensors of other devices that an optimizer reads (a learning rate, the scale of a `GradScaler`)
-        on the current streams of both devices.
-        """
+        """A block on the step's streams of all devices, of which `device` is the current one."""
+        # torch copies what an optimizer reads of other devices (learning rate, scale) on the current streams of both.
         streams = [self._compute[one] for one in sorted(self._compute, key=device.__eq__)]
         return accelerator.current_streams(*streams) if streams else _NO_STREAM
 
     @contextmanager
     def on_step_streams(self) -> Iterator[None]:
-        """A block for the end of a step, on the step's streams, with `settle`.
-
-        The thread may have other current streams than the step, which another thread may have begun. The streams of the
-        step wait for these, and these wait for the streams of the step.
-        """
+        """A block for the end of a step, on the step's streams, with `settle`."""
+        # The thread may have other current streams: another may have begun the step. Both wait for each other.
         if not self._compute:
             yield
             return

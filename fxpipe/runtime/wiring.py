@@ -71,10 +71,8 @@ def wire_program(program: Program) -> Wiring:
 def _fences_before(
     links: tuple[tuple[ValueLink, ...], ...], users: Mapping[ValueKey, Sequence[int]], stages: int
 ) -> dict[Fence, tuple[Fence, ...]]:
-    """Returns the fences: F waits for the makers of received values, B for the senders of gradients.
-
-    The loss, user number `stages`, receives its values and sends their gradients within the last F.
-    """
+    """Returns the fences: F waits for the makers of received values, B for the senders of gradients."""
+    # The loss, user number `stages`, receives its values and sends their gradients within the last F.
     fences: dict[Fence, tuple[Fence, ...]] = {}
     for j in range(stages):
         received = [*links[j], *links[stages]] if j == stages - 1 else links[j]

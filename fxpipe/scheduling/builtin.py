@@ -129,10 +129,7 @@ def _interleaved_row(groups: list[range], stages: range, hops: int, lag: int | N
 def alternating_row(
     forward: Sequence[Action], backward: Sequence[Action], ahead: int, lag: int | None = None
 ) -> tuple[Action, ...]:
-    """Makes a row of `ahead` forwards, then F and B alternately.
-
-    `lag`: number of B between a B and its W; None if backward is not split.
-    """
+    """Makes a row of `ahead` forwards, then F and B alternately; W is `lag` B after its B; None: not split."""
     row = list(forward[:ahead])
     weight = [Action(ActionKind.WEIGHT, a.stage, a.micro_batch) for a in backward if lag is not None]
     for place, action in enumerate(backward):

@@ -80,10 +80,7 @@ _ANY_ACTION = re.compile(r"(?<![^\s,(])\d+[FRBIWU]\d+(?![^\s,;])")
 
 
 def as_schedule_like(schedule: object, known: Iterable[str] = SCHEDULES) -> ScheduleLike:
-    """Returns a known name, a table or a function; text is parsed. `known`: names for the error message.
-
-    Raises `ArgumentError` for an unknown name or another object, `ScheduleError` for text that cannot run.
-    """
+    """Returns a known name, a table or a function; text is parsed. `known`: names for the error message."""
     if isinstance(schedule, str) and schedule not in SCHEDULES and _ANY_ACTION.search(schedule):
         return parse_schedule(schedule)
     if isinstance(schedule, Schedule):

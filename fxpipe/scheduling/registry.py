@@ -46,15 +46,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
-from fxpipe.scheduling import builtin, v_schedules
+from fxpipe.scheduling import builtin, row_transforms, v_schedules
 from fxpipe.scheduling.actions import Rows
-from fxpipe.scheduling.row_transforms import (
-    expand_groups,
-    merge_stage_rows,
-    neighbour_groups,
-    round_robin,
-    there_and_back,
-)
 
 Placement: TypeAlias = tuple[int, ...]  # the device of each stage
 
@@ -64,7 +57,7 @@ class ScheduleRecipe:
     """The function that makes a schedule, and the placements that it allows."""
 
     rows: Callable[[int, Placement], Rows]  # (micro-batches, placement) -> a row for each device
-    placement: Callable[[int, int], Placement] = round_robin  # (devices, stages on each) -> placement
+    placement: Callable[[int, int], Placement] = row_transforms.round_robin  # (devices, stages on each) -> placement
     stages_per_device: int = 1  # default number of stages on a device
     has_fixed_placement: bool = False  # requires `placement`, with at least `stages_per_device`
     most: int | None = None  # limit of stages on a device
@@ -75,11 +68,11 @@ class ScheduleRecipe:
 
 def _any_placement(by_stage: Callable[[int, int], Rows]) -> ScheduleRecipe:
     def rows(m: int, placement: Placement) -> Rows:
-        groups = neighbour_groups(placement)
+        groups = row_transforms.neighbour_groups(placement)
         if len(groups) > max(placement) + 1:  # a device has stages in several places
-            return merge_stage_rows(by_stage(m, len(placement)), placement)
+            return row_transforms.merge_stage_rows(by_stage(m, len(placement)), placement)
         devices = tuple(placement[group[0]] for group in groups)
-        return expand_groups(merge_stage_rows(by_stage(m, len(groups)), devices), groups)
+        return row_transforms.expand_groups(row_transforms.merge_stage_rows(by_stage(m, len(groups)), devices), groups)
 
     return ScheduleRecipe(rows)
 
@@ -95,7 +88,7 @@ def _in_loops(by_device: Callable[[int, int, int], Rows]) -> ScheduleRecipe:
 def _in_a_v(by_device: Callable[[int, int], Rows]) -> ScheduleRecipe:
     return ScheduleRecipe(
         lambda m, placement: by_device(m, max(placement) + 1),
-        there_and_back,
+        row_transforms.there_and_back,
         stages_per_device=2,
         has_fixed_placement=True,
         most=2,

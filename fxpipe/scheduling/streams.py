@@ -270,10 +270,8 @@ class StreamSchedule:
         return max(width + flight - 1 for width, flight in zip(self._widths, self._flights, strict=True))
 
     def awaited(self, action: Action, in_order: Collection[int] = ()) -> tuple[Action, ...]:
-        """Returns the actions in rows of other replicas of its stage that an action waits for.
-
-        `in_order`: stages in which F of a micro-batch needs F of the previous micro-batch.
-        """
+        """Returns the actions in rows of other replicas of its stage that an action waits for."""
+        # `in_order`: stages in which F of a micro-batch needs F of the previous micro-batch.
         kind, j, i = action
         count = self.replicas[j]
         if count == 1:

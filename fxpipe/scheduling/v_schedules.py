@@ -53,10 +53,8 @@ class _VRow:
         self._waiting: deque[Action] = deque()  # deferred W
 
     def do(self, names: str, times: int = 1) -> None:
-        """Appends the next micro-batch of each name.
-
-        `B-` is B of the early stage, `I-` is `B-` with its W deferred, and `W` is the oldest deferred W.
-        """
+        """Appends the next micro-batch of each name."""
+        # `B-` is B of the early stage, `I-` is `B-` with its W deferred, and `W` is the oldest deferred W.
         for name in names.split() * times:
             if name == "W":
                 self.actions += [self._waiting.popleft()] if self._waiting else []
@@ -162,10 +160,7 @@ class _DeviceSlots:
     """The slots of a device, used or free, and the number of (stage, micro-batch) pairs kept in each."""
 
     def __init__(self, m: int, p: int, d: int, slots: Sequence[int], most: int):
-        """Begins with the block of the device for each micro-batch, and W in the first free slots.
-
-        `most`: limit of the pairs kept at the same time.
-        """
+        """Begins with the block of the device for each micro-batch, at most `most` pairs kept, and W in free slots."""
         early, late = d, 2 * p - 1 - d
         kinds = (ActionKind.FORWARD, ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD)
         slot_of = {

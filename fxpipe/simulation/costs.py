@@ -84,12 +84,9 @@ class StageCost:
 def stage_memory(
     static: Bytes, received: Bytes, saved: Bytes, working: Bytes, in_flight: int, activations: int
 ) -> Bytes:
-    """Computes the peak memory of a stage, for the limits of a cut and `Plan.memory`. A simulation never holds more.
-
-    `received` and `saved` are for each micro-batch: inputs from other stages, and what else is kept for backward.
-    `in_flight`: the most micro-batches between F and the end of backward. `activations`: the most of them that hold
-    saved bytes at one time; few with recomputation.
-    """
+    """Computes the peak memory of a stage, for the limits of a cut and `Plan.memory`. A simulation never holds more."""
+    # `received` and `saved` are for each micro-batch: inputs from other stages, and what else is kept for backward.
+    # `in_flight`: the most micro-batches between F and the end of backward. `activations`: with saved bytes.
     return static + received * in_flight + saved * activations + working
 
 

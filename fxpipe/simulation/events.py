@@ -115,20 +115,15 @@ _IDLE_HOST = HostJob(-1, -1, 0.0, 0.0, 0.0)
 
 
 class EventSimulation:
-    """A simulation of discrete events over the rows of a valid schedule.
-
-    Args:
-        overlaps: transfers overlap computation; else the receiving device copies before it computes.
-        one_interpreter: all workers share one host; else each device has its own host.
-    """
+    """A simulation of discrete events over the rows of a valid schedule."""
 
     def __init__(
         self,
         schedule: Schedule,
         stages: Sequence[StageCost],
         transfers: Sequence[Transfer],
-        overlaps: bool,
-        one_interpreter: bool,
+        overlaps: bool,  # transfers overlap computation; else the receiving device copies before it computes
+        one_interpreter: bool,  # all workers share one host; else each device has its own host
     ):
         d = len(schedule.rows)
         self.schedule, self.overlaps, self.one_interpreter = schedule, overlaps, one_interpreter

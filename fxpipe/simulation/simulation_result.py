@@ -95,10 +95,8 @@ def critical_legs(
 def _host_legs(
     legs: list[CriticalLeg], begun: Sequence[Sequence[events.StartedAction]], job: events.HostJob, end: float
 ) -> tuple[int, int, bool] | None:
-    """Adds the legs of the host that lead to `end`, a time of `job`.
-
-    Returns device and place of the action before them, and True for its start, False for its end; None: no action.
-    """
+    """Adds the legs of the host that lead to `end`, a time of `job`."""
+    # Returns device and place of the action before them, and True for its start, False for its end; None: no action.
     while True:
         _add_leg(legs, HOST, job.start, end, begun[job.device][job.place].span)
         if job.before is None:

@@ -68,11 +68,9 @@ class MemoryTimeline:
 
 
 def memory_timeline_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> MemoryTimeline:
-    """Computes the memory over time of some stages; `spans` has all of their actions, which do not overlap.
-
-    A micro-batch holds its inputs from F, and its saved activations from F (or R, if recomputed), to the end of its
-    last piece of backward. Without a backward, nothing is saved, and the inputs are freed when F ends.
-    """
+    """Computes the memory over time of some stages; `spans` has all of their actions, which do not overlap."""
+    # A micro-batch holds its inputs from F, and its saved activations from F (or R, if recomputed), to the end of its
+    # last piece of backward. Without a backward, nothing is saved, and the inputs are freed when F ends.
     recomputed = {(s.action.stage, s.action.micro_batch) for s in spans if s.action.kind is ActionKind.RECOMPUTE}
     split = split_backwards(span.action for span in spans)
     trained = {span.action.stage for span in spans if span.action.kind is ActionKind.BACKWARD}
@@ -207,11 +205,9 @@ class HasTimeline(abc.ABC):
 
 
 def timeline_lines(spans: Sequence[Span], devices: int, seconds: float, *, columns: int = 100) -> list[str]:
-    """Draws a line for each device, at most `columns` wide: `F0` and `B0===` are actions, `.` is the bubble.
-
-    Actions too short for a name show only their kind. If they are shorter than a column, each kind, and the bubble, has
-    columns in proportion to its time.
-    """
+    """Draws a line for each device, at most `columns` wide: `F0` and `B0===` are actions, `.` is the bubble."""
+    # Actions too short for a name show only their kind. If they are shorter than a column, each kind, and the bubble,
+    # has columns in proportion to its time.
     names = span_names(spans)
     wanted = ((len(name) + 1) * (seconds / s.seconds) for s, name in zip(spans, names, strict=True) if s.seconds > 0)
     width = round(min(columns, max(wanted, default=0)))
@@ -245,12 +241,10 @@ def has_looped_stages(spans: Sequence[Span]) -> bool:
 
 
 def span_per_column(row: Sequence[Span], seconds: float, units: int) -> list[int | None]:
-    """Cuts a step into `units` of equal length; returns the span that each unit shows, or None if the device idles.
-
-    Spans shorter than a unit share it with each other and with bubbles. One of them shows, and the others are carried
-    to the next unit, so that over several units each kind, and the bubble, has its share (Floyd and Steinberg, "An
-    adaptive algorithm for spatial greyscale", 1976).
-    """
+    """Cuts a step into `units` of equal length; returns the span that each unit shows, or None if the device idles."""
+    # Spans shorter than a unit share it with each other and with bubbles. One of them shows, and the others are carried
+    # to the next unit, so that over several units each has its share (Floyd and Steinberg, "An adaptive algorithm for
+    # spatial greyscale", 1976).
     owners: list[int | None] = [None] * units
     if not seconds:
         return owners

@@ -52,10 +52,7 @@ def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
 
 
 def parse_devices(devices: Devices | None, anywhere: bool = False) -> tuple[torch.device, ...]:
-    """Returns one device for each worker. None: all accelerators, or two CPU workers without an accelerator.
-
-    `anywhere`: the devices need not exist on this machine.
-    """
+    """Returns a device for each worker; None: all accelerators, or two CPU workers. `anywhere`: need not exist."""
     if devices is None or isinstance(devices, int):
         count = None if devices is None else parse_count("devices", devices, "a number of devices, or a list of them")
         present = accelerator.first_devices(count)
@@ -313,10 +310,8 @@ def worker_count_for(stages: int, schedule: ScheduleLike, per_device: int | None
 
 
 def chunks_of_schedule(schedule: ScheduleLike, chunks: int | str, plan: Plan | None = None) -> int | str:
-    """Returns the number of micro-batches if `chunks` is "auto": a table's or the plan's; 1 for PipeDream.
-
-    The result of a stream depends on the number, so a plan's number is used even if it was made for another schedule.
-    """
+    """Returns the number of micro-batches if `chunks` is "auto": a table's or the plan's; 1 for PipeDream."""
+    # The result of a stream depends on the number, so a plan's number is used even if it was made for another schedule.
     if schedule == "pipedream" and chunks == "auto":
         return plan.chunks if plan is not None and plan.schedule == schedule else 1
     if not isinstance(schedule, Schedule):

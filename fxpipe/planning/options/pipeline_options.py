@@ -19,24 +19,8 @@ from torch import nn
 from fxpipe.cluster import MESHES, Cluster, parse_mesh
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware, check_device_count, cluster_of, device_names
-from fxpipe.planning.options.parse import (
-    CHUNKS_PER_WORKER,
-    PROFILE_BUDGET,
-    Devices,
-    chunks_of_schedule,
-    parse_balance,
-    parse_checkpoint,
-    parse_compile,
-    parse_devices,
-    parse_hardware_option,
-    parse_leaf_modules,
-    parse_memory_limit,
-    parse_pins,
-    parse_profile_option,
-    parse_switch,
-    parse_training_schedule,
-    place_stages,
-)
+from fxpipe.planning.options import parse
+from fxpipe.planning.options.parse import Devices
 from fxpipe.planning.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.profiling.loss_cost import PlannedLoss, parse_loss
@@ -226,7 +210,7 @@ class Settings:
     optimizer_state: float = 2.0  # bytes for each byte of a trained parameter
     hardware: Hardware | None = None  # to plan for; None: the local devices
     profile: Profile | None = None  # an earlier measurement
-    profile_budget: float = PROFILE_BUDGET  # seconds
+    profile_budget: float = parse.PROFILE_BUDGET  # seconds
     loss: PlannedLoss | None = None  # applied to the outputs in each step; None: unknown
     deferred_batch_norm: bool = False
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages are not compiled
@@ -297,23 +281,20 @@ class Settings:
 def make_settings(
     options: Mapping[str, Any], plan: Plan | None = None, *, anywhere: bool = False, runs_here: bool = False
 ) -> Settings:
-    """Checks each option by itself. With a plan, omitted options have the plan's values.
-
-    `anywhere`: the devices need not exist on this machine, because nothing runs. `runs_here`: this process runs the
-    plan. Raises `ArgumentError`, `ArgumentTypeError` for an option, or `ScheduleError` for a user's schedule.
-    """
+    """Checks each option by itself. With a plan, omitted options have the plan's values."""
+    # `anywhere`: devices need not be on this machine, as nothing runs. `runs_here`: this process runs the plan.
     options = {**OPTION_DEFAULTS, **options}
     is_any = options["schedule"] == AUTO
-    order = parse_training_schedule(DEFAULT_SCHEDULE if is_any else options["schedule"])
+    order = parse.parse_training_schedule(DEFAULT_SCHEDULE if is_any else options["schedule"])
     per_device = options["stages_per_device"]
     if per_device is not None:
         parse_count("stages_per_device", per_device)
-    options = {**options, "chunks": chunks_of_schedule(order, options["chunks"], plan)}
+    options = {**options, "chunks": parse.chunks_of_schedule(order, options["chunks"], plan)}
     if plan is not None:
         options = _options_with_plan(options, plan)
-    hardware = parse_hardware_option(options["hardware"])
+    hardware = parse.parse_hardware_option(options["hardware"])
     data = 1 if options["data_parallel"] is None else parse_count("data_parallel", options["data_parallel"])
-    rows = parse_devices(options["devices"], anywhere)
+    rows = parse.parse_devices(options["devices"], anywhere)
     replica_workers = _workers_that_take_turns(rows, plan) if plan is not None and runs_here else ()
     if not replica_workers and len(rows) % data:
         raise ArgumentError(
@@ -321,16 +302,16 @@ def make_settings(
         )
     workers = tuple(own[0] for own in replica_workers) or rows[: len(rows) // data]
     check_device_count(hardware, len(workers), data)
-    count, chunks = CHUNKS_PER_WORKER * len(workers), options["chunks"]
+    count, chunks = parse.CHUNKS_PER_WORKER * len(workers), options["chunks"]
     if not (isinstance(chunks, str) and chunks == AUTO):
         count = parse_count("chunks", chunks, "'auto' or a whole number of micro-batches")
-    placement = place_stages(len(workers), per_device, order, count, plan)
+    placement = parse.place_stages(len(workers), per_device, order, count, plan)
     if plan is not None and is_any:
         placement = plan.placement  # its stages stay where they are, and the schedule is chosen for them
-    pins = {} if options["pin"] is None else parse_pins("pin", options["pin"], workers)
+    pins = {} if options["pin"] is None else parse.parse_pins("pin", options["pin"], workers)
     balance, budget = options["balance"], options["profile_budget"]
     if isinstance(balance, Mapping):
-        pins = parse_pins("balance", balance, workers) | pins
+        pins = parse.parse_pins("balance", balance, workers) | pins
         balance = AUTO
     if pins and not isinstance(balance, str):
         raise ArgumentError(
@@ -338,36 +319,37 @@ def make_settings(
             "numbers, or pin; give one of them"
         )
     is_free = options["data_parallel"] is None and plan is None and hardware is not None and len(workers) > 1
-    modes = parse_checkpoint(options["checkpoint"], None if pins else len(placement))  # pins may need other stages
+    # Pins may need other stages.
+    modes = parse.parse_checkpoint(options["checkpoint"], None if pins else len(placement))
     return Settings(
         workers=workers,
         placement=placement,
         chunks=count,
         schedule=order,
         checkpoint=modes,
-        balance=parse_balance(balance, len(placement)),
+        balance=parse.parse_balance(balance, len(placement)),
         tracer=check_tracer(options["tracer"]),
         in_dims=options["in_dims"],
         dynamic_shapes=options["dynamic_shapes"],
         out_dims=options["out_dims"],
-        leaf_modules=parse_leaf_modules(options["leaf_modules"]),
-        check=parse_switch("check", options["check"]),
+        leaf_modules=parse.parse_leaf_modules(options["leaf_modules"]),
+        check=parse.parse_switch("check", options["check"]),
         pins=pins,
-        memory_limits=parse_memory_limit(options["memory_limit"], len(workers)),
+        memory_limits=parse.parse_memory_limit(options["memory_limit"], len(workers)),
         optimizer_state=parse_number(
             "optimizer_state", options["optimizer_state"], "bytes for each byte of a parameter"
         ),
         hardware=hardware,
-        profile=parse_profile_option(options["profile"]),
-        profile_budget=PROFILE_BUDGET if budget is None else parse_number("profile_budget", budget, "seconds"),
+        profile=parse.parse_profile_option(options["profile"]),
+        profile_budget=parse.PROFILE_BUDGET if budget is None else parse_number("profile_budget", budget, "seconds"),
         loss=parse_loss(options["loss_fn"], options["target"]),
-        deferred_batch_norm=parse_switch("deferred_batch_norm", options["deferred_batch_norm"]),
-        compile=parse_compile(options["compile"]),
-        progress=parse_switch("progress", options["progress"]),
+        deferred_batch_norm=parse.parse_switch("deferred_batch_norm", options["deferred_batch_norm"]),
+        compile=parse.parse_compile(options["compile"]),
+        progress=parse.parse_switch("progress", options["progress"]),
         left=_options_for_tuner(options, is_any, pins, plan),
         data_parallel=data,
         mesh=parse_mesh(options["mesh"]),
-        processes=parse_switch("processes", options["processes"]),
+        processes=parse.parse_switch("processes", options["processes"]),
         chooses_replicas=is_free and isinstance(balance, str) and balance == "pipedream",
         replica_workers=replica_workers,
         runs_here=runs_here,

@@ -44,11 +44,9 @@ class PlanFigures:
 
 
 def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | None = None) -> Simulation:
-    """Simulates a step of the plan as it will run, or a stream if its schedule is one.
-
-    Within a process the receiving device copies before it computes. Between processes packets overlap with computation,
-    but packing and unpacking take time at both ends. `updates`: at the ends of rows; a stream always has them.
-    """
+    """Simulates a step of the plan as it will run, or a stream if its schedule is one."""
+    # Within a process the receiving device copies before it computes. Between processes packets overlap with
+    # computation, but packing and unpacking take time at both ends. `updates`: at the ends of rows, as in streams.
     is_over, (costs, transfers) = plan.is_over_processes, plan.costs()
     overlaps, shares = is_over if overlaps is None else overlaps, not is_over and interpreter_has_lock()
     if is_stream(plan.schedule):

@@ -31,10 +31,7 @@ def resize_plan(
     checkpoint: str | tuple[str, ...] | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> PlanT:
-    """Returns the plan with figures for micro-batches of at most `samples` samples, and with these checkpoint modes.
-
-    `sizes`: dynamic sizes by name; others do not change.
-    """
+    """Returns the plan for micro-batches of at most `samples` samples, these modes and, by name, dynamic `sizes`."""
     before, after = plan.here, {**plan.here, **sizes, "b": samples}
     if before == after and checkpoint in (None, plan.checkpoint):
         return plan
@@ -169,10 +166,8 @@ def place_transfer(
     link_of: Callable[[int, int], Link | None],
     handed_over: Link | None = None,
 ) -> PlannedTransfer:
-    """Returns the transfer with its link and its seconds. Without a link, values are passed without a copy.
-
-    `link_of`: of two workers. `handed_over` is the link to use if values are passed within one process.
-    """
+    """Returns the transfer with its link and its seconds. Without a link, values are passed without a copy."""
+    # `link_of`: of two workers. `handed_over` is the link to use if values are passed within one process.
     ends, fixed, whole = (placement[way.source], placement[way.target]), 0.0, 0.0
     link = link_of(*ends) or handed_over
     if link is not None:
@@ -222,10 +217,7 @@ def place_plan(plan: PlanT, cluster: Cluster) -> PlanT:
 
 
 def replicas_in_turn(plan: PlanT, schedule: object) -> PlanT:
-    """Returns the plan for one process: replicas take micro-batches of one mini-batch in turn, the same number each.
-
-    With a stream schedule, replicas take mini-batches in turn.
-    """
+    """Returns the plan for one process: replicas take micro-batches, or mini-batches of a stream, in turn."""
     cluster, count = plan.cluster, plan.data_parallel
     if cluster is None or count == 1:
         return plan

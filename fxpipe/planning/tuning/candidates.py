@@ -41,17 +41,10 @@ from typing import Any, TypeAlias
 from fxpipe.cluster import MESHES
 from fxpipe.errors import ArgumentError, PartitionError, ScheduleError
 from fxpipe.partitioning.block import block_partition
+from fxpipe.planning import passes
 from fxpipe.planning.cost_model import planned_workers
 from fxpipe.planning.options.parse import COMPARED_SCHEDULES, place_stages
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.planning.passes import (
-    PreparedGraph,
-    ProfiledModel,
-    cut_profiled,
-    holds_for_chunks,
-    prepare_cut,
-    prepare_profiled,
-)
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.retarget import action_seconds, resize_plan
 from fxpipe.planning.plans.simulate_plan import simulate, vary_plan
@@ -119,11 +112,11 @@ CheckpointMode: TypeAlias = "str | tuple[str, ...]"  # for all stages, or one fo
 class ModelPlans:
     """Plans of a profiled model, for candidates of one replica."""
 
-    profiled: ProfiledModel
+    profiled: passes.ProfiledModel
     settings: Settings  # everything that does not differ between candidates
     reckons_recompute: bool = False  # `bound_without_sending` includes the recomputation that memory requires
-    _cuts: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by the inputs of the cut
-    _same: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by the cut itself
+    _cuts: dict[tuple[object, ...], passes.PreparedGraph] = field(default_factory=dict)  # by the inputs of the cut
+    _same: dict[tuple[object, ...], passes.PreparedGraph] = field(default_factory=dict)  # by the cut itself
     _nodes: dict[int, list[StageCost]] = field(default_factory=dict)  # by samples
 
     @property
@@ -135,10 +128,8 @@ class ModelPlans:
         return self.profiled.batch
 
     def plan(self, candidate: Candidate, mode: CheckpointMode, is_limited: bool = False) -> Plan:
-        """Returns the plan for stages with this checkpoint mode, or raises a FxpipeError.
-
-        It ignores memory limits, or with `is_limited` fits; then mode "auto" chooses the modes.
-        """
+        """Returns the plan for stages with this checkpoint mode, or raises a FxpipeError."""
+        # It ignores memory limits, or with `is_limited` fits; then mode "auto" chooses the modes.
         settings = self._settings(candidate)
         has_modes = not isinstance(settings.checkpoint, str)
         if not is_limited:
@@ -202,7 +193,7 @@ class ModelPlans:
         spare = sum(limit or 0.0 for limit in limits) - self._lasting_bytes()
         return min(1.0, max(0.0, 1 - spare / kept))
 
-    def prepared(self, plan: Plan) -> PreparedGraph:
+    def prepared(self, plan: Plan) -> passes.PreparedGraph:
         nodes = [stage.nodes for stage in plan.stages]
         graph = next(
             one
@@ -244,17 +235,17 @@ class ModelPlans:
         placement = place_stages(workers, each, candidate.schedule, candidate.chunks, None)
         return replace(self.settings, schedule=candidate.schedule, chunks=candidate.chunks, placement=placement)
 
-    def _prepared(self, settings: Settings) -> PreparedGraph:
+    def _prepared(self, settings: Settings) -> passes.PreparedGraph:
         # A cut depends on the schedule only if memory is limited or there are pins.
         batch, is_limited = self.profiled.batch, any(limit is not None for limit in settings.memory_limits or (1,))
         of_schedule = settings.schedule if is_limited or settings.pins else None
         samples = settings.largest_micro_batch(batch)
         key = (settings.placement, samples, settings.checkpoint, of_schedule, is_limited)
         if key not in self._cuts:
-            cut = cut_profiled(self.profiled, settings, explains=False)
+            cut = passes.cut_profiled(self.profiled, settings, explains=False)
             same = (cut.starts, cut.settings.placement, cut.recompute)
             if same not in self._same:
-                self._same[same] = prepare_cut(cut, batch, settings)
+                self._same[same] = passes.prepare_cut(cut, batch, settings)
             self._cuts[key] = self._same[same]
         return self._cuts[key]
 
@@ -383,10 +374,7 @@ class Tuning:
 
 
 def rank_fitting(rows: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Ranks rows that fit: the shortest step first; among equal steps, the least memory first.
-
-    If some rows were measured, returns only these, ranked by the measurement.
-    """
+    """Ranks rows that fit, only those measured if any: the shortest step first, of equal ones the least memory."""
     fitting = [row for row in rows if row.fits]
     measured = [row for row in fitting if row.measured_seconds is not None]
     if measured:
@@ -429,11 +417,8 @@ def search_candidates(
     least_gain: float = 0.0,
     step: Callable[[], object] = ignore_progress,
 ) -> tuple[CandidateResult, ...]:
-    """Returns a row for each candidate and mode of recomputation; `modes` None: the least that memory requires.
-
-    The `wanted` best candidates are found with certainty. A candidate is cut only if its step can be shorter than the
-    best by the share `least_gain`.
-    """
+    """Returns a row for each candidate and mode of recomputation; `modes` None: the least that memory requires."""
+    # The `wanted` best are found with certainty. A candidate is cut only if it may gain at least `least_gain`.
     rows: list[CandidateResult] = []
     hoped = math.inf
     steps: list[float] = []  # the `wanted` best steps that fit
@@ -553,8 +538,8 @@ def shortage_message(rows: Sequence[CandidateResult], limits: MemoryLimits) -> s
 
 
 def prepare_best(
-    profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
-) -> PreparedGraph:
+    profiled: passes.ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
+) -> passes.PreparedGraph:
     """Plans the model; the tuner chooses the options in `settings.left`."""
     usual, left, batch = replace(settings, left=frozenset()), settings.left, profiled.batch
     plans, limits = ModelPlans(profiled, usual), [worker.memory for worker in planned_workers(usual)]
@@ -576,14 +561,14 @@ def prepare_best(
         ready = plans.prepared(row.plan)
         ready = replace(ready, plan=with_memory_limits(row.plan, limits))
         are_usual = ready.settings.micro_batches(batch) == usual.micro_batches(batch)
-        if not are_usual and not holds_for_chunks(profiled.traced, batch, args, kwargs, row.chunks, settings):
+        if not are_usual and not passes.holds_for_chunks(profiled.traced, batch, args, kwargs, row.chunks, settings):
             continue
         if "chunks" in left and batch <= ready.settings.chunks and batch < usual.chunks:
             # Each micro-batch has one sample already; larger mini-batches may use the usual number.
             settings = replace(ready.settings, chunks=usual.chunks)
             return replace(ready, settings=settings, plan=replace(ready.plan, chunks=usual.chunks))
         return ready
-    return prepare_profiled(profiled, usual)
+    return passes.prepare_profiled(profiled, usual)
 
 
 def _chunks_to_try(batch: int, settings: Settings) -> Iterator[int]:
@@ -600,17 +585,14 @@ def _chunks_to_try(batch: int, settings: Settings) -> Iterator[int]:
 def with_best_chunks(
     plan: Plan, traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> Plan:
-    """Returns the plan for mini-batches of `batch` samples: the same stages, with the best number of micro-batches.
-
-    Returns the plan unchanged if no number fits into memory, or the model accepts none.
-    """
+    """Returns the plan with the best number of micro-batches for `batch` samples; unchanged if none is possible."""
     each = max(map(plan.placement.count, plan.placement))
     ways = [Candidate(settings.schedule, count, each) for count in _chunks_to_try(batch, settings)]
     plans = PlanVariants(plan, batch)
     rows = search_candidates(ways, lambda _: plans, memory_limits_of(plan), modes=(settings.checkpoint,))
     for row in rank_fitting(rows):
         assert row.plan is not None
-        if holds_for_chunks(traced, batch, args, kwargs, row.chunks, settings):
+        if passes.holds_for_chunks(traced, batch, args, kwargs, row.chunks, settings):
             return row.plan
     return plan
 
