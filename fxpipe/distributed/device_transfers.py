@@ -1,7 +1,5 @@
 """Transfers of device memory between ranks, and sums over replicas, by the devices' backend: NCCL, XCCL, HCCL, …
 
-gloo transfers the layouts of packets (`packets`) and reports failed ranks. Tensors move between devices:
-
     rank a   compute   value ──●                        ●─▶ the value's memory is freed
              a → b             └──▶ send ═══════════════┘
     rank b   a → b                  recv ═══╗ (in memory of a separate stream)
@@ -9,10 +7,9 @@ gloo transfers the layouts of packets (`packets`) and reports failed ranks. Tens
 
 A communicator matches sends and receives only by order, and a waiting operation blocks those after it. So each ordered
 pair of ranks has one, and the receiver posts its receives in the order of the sender's row (`packets`). A send is kept
-until the compute stream waits for its end. A receive uses memory of an idle stream, since on the compute stream it
-would wait for all queued work; `record_stream` keeps it for later computations. The host waits only in `settle`, at the
-end of a row or a round; a step is committed after all ranks have passed it. After a failure communicators are aborted
-before memory is freed, since devices may still write to it.
+until the compute stream waits for its end. A receive uses memory of an idle stream: on the compute stream it would wait
+for all queued work. The host waits only in `settle`, at the end of a row or a round. After a failure communicators are
+aborted before memory is freed, since devices may still write to it. gloo transfers layouts and reports failed ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reports of ranks to each other after a step has failed, through the store of the process group.
 
-A failure spreads by itself: the failed rank closes its connections, so ranks that wait for it fail and close theirs.
-Each rank leaves a report before it closes. The cause is the rank whose code raised; or, if all reports say "I was
-waiting", the rank without a report: its process has ended or hangs.
+The failed rank closes its connections, so ranks that wait for it fail and close theirs, each after leaving a report.
+The cause is the rank whose code raised, or else the rank without a report: its process has ended or hangs.
 """
 
 from __future__ import annotations

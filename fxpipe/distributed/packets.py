@@ -1,7 +1,7 @@
 """Packets between ranks: values of F, gradients of B, tensors of the model.
 
 *Content.* The *layout* (sizes, strides, which values are tensors) is usually the same in each step, so both ends
-remember the last one of each packet. (After a failure all ranks forget them.)
+remember the last one of each packet, until a failure.
 
     control     24 bytes: whether the layout is the remembered one, the length of a new layout, and a note
     payload     the memory of all tensors in one message, expected early if the layout is known
@@ -10,10 +10,9 @@ remember the last one of each packet. (After a failure all ranks forget them.)
 With a backend for devices (`device_transfers`), the payload on a device is a second message, which goes through CPU
 memory after a new layout. A sender whose layout has changed first sends as many placeholder bytes as are expected.
 
-*Names and order.* F of stage j sends what crosses the cut between stages j and j + 1, B what crosses the cut between
-j - 1 and j: a packet has the name of the action that produces it. A row receives packets before its actions and sends
-them after. It receives the packets of another rank in the order of that rank's row, since communicators of devices
-match messages only by order. A receive begins as soon as the row has taken the previous packet of that rank.
+*Names and order.* F of stage j sends what crosses the cut between stages j and j + 1, B what crosses the cut between j
+- 1 and j: a packet has the name of the action that produces it. A row receives packets before its actions, from each
+rank in the order of that rank's row, since communicators of devices match messages only by order.
 
 *Memory.* The sender keeps a packet until it has been received. For values, the gradients that return confirm it; for
 gradients, a number in later packets of values. (gloo reports it only by waiting.)

@@ -1,9 +1,8 @@
 """The programs of a pipe over processes: one rank looks them up, and all ranks record them together.
 
 The rank of the first stage, the *leader*, reads the inputs of a step and sends the others a job: which graphs run, and
-the number of samples; or, if a graph is missing, the inputs to record it with. Then it looks up again. Rank 0 alone
-makes the first plan, since measured times differ between ranks; the others use the plan of rank 0. Model, settings,
-versions, graph and plan are compared between ranks; values are not, since only the ranks that hold a parameter use it.
+the number of samples; or, if a graph is missing, the inputs to record it with. Rank 0 alone makes the first plan, since
+measured times differ between ranks. Model, settings, versions, graph and plan are compared between ranks.
 """
 
 from __future__ import annotations

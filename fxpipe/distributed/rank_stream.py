@@ -7,11 +7,10 @@ mini-batch and the divisor of gradients, which the update of a stage needs. If a
 in flight finish, and all ranks start a new *segment*, as they start a step.
 
 With replicas, mini-batch t is the union over replicas. The leaders exchange the part of each: if one needs another
-graph, all begin a segment; if one has no more mini-batches, the stream ends for all. The ranks of the last stage
-compute the loss of all, and before U the ranks of a stage sum its gradients. Rows are equal on all replicas.
+graph, all begin a segment; if one has no more mini-batches, the stream ends for all. Before U the ranks of a stage sum
+its gradients. Rows are equal on all replicas.
 
-A row runs a mini-batch when the next one is queued, so that packets arrive while the stage is busy. A receive begins
-when the previous packet has arrived, and expects the same layout: so both ends agree on the layout.
+A row runs a mini-batch when the next one is queued, so that packets arrive while the stage is busy.
 """
 
 from __future__ import annotations

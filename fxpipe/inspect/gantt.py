@@ -5,11 +5,9 @@
              0      5 s     10 s     15 s
     memory     ▁▂▃▃▂▂▁
 
-With many devices rows get lower; with many actions the picture gets wider, up to a bound. An action too narrow for its
-name shows only its colour. Beyond `MAX_BOXES` actions, all actions of a kind in a row are one shape. White is bubble.
-
-Memory has a panel for each device, by parts; of many devices, those closest to their limits. All panels share one scale
-and the time axis. A limit is a dashed line, unless it is so far above the curves that they would be flat.
+With many devices rows get lower; with many actions the picture gets wider, up to a bound. Beyond `MAX_BOXES` actions,
+all actions of a kind in a row are one shape. Memory has a panel for each device, by parts; of many devices, those
+closest to their limits. A limit is a dashed line, unless it is so far above the curves that they would be flat.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@
                       ▼ 64.0 KiB                                     │ portals: arcs over the lanes that they skip
     ┌───────────┬────────────────────────────┬────────────────────┐  │
     │ stage 1   │ ▇▇▇▇▇▇ bottom ▇▇▇▇▇▇▇▇▇▇▇▇ │                    │  │
-    └───────────┴─────┬──────────────────────┴────────────────────┘  │
 
-All lanes share one time scale. Portals are named in the lane of their source; portals between the same two stages are
-one arc.
+All lanes share one time scale. Portals between the same two stages are one arc.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Cuts of the nodes of a graph by their costs, and the user's cuts between which these are made.
-
-Users cut by numbers of nodes, or by the names of nodes and modules with which stages end:
+"""Cuts of the nodes of a graph by their costs, and the user's cuts, by numbers of nodes or names of nodes and modules.
 
 places    0     1          2          3          4          5
 nodes     x     stem_conv  stem_relu  body_conv  body_relu  head

@@ -4,13 +4,10 @@
     parts      ├──── is kept ────┤── recomputes ──┤      keeps as much as memory allows
 
 A schedule runs adjacent parts on one device as one stage. The front or the back is kept, whichever leaves less to
-recompute. Shared weights and working memory count in both parts.
-
-The split makes stages uneven, so the cuts between devices are moved: by bisection on the seconds of a device, filling
-each device greedily from the first on. This assumes that longer stages take longer and need more memory, which large
-values across a cut can violate; so the result is compared with the exact cut of unsplit stages.
-
-The split shortens 11 of 37 plans within a memory limit (BERT, GPT, CLIP, U-Net on 2 to 8 A100s) by 1 to 9 %.
+recompute. Since that makes stages uneven, the cuts between devices are moved: by bisection on the seconds of a device,
+filling each device greedily. This assumes that longer stages take longer and need more memory, which large values
+across a cut can violate; so the result is compared with the exact cut of unsplit stages. The split shortens 11 of 37
+plans within a memory limit (BERT, GPT, CLIP, U-Net on 2 to 8 A100s) by 1 to 9 %.
 """
 
 from __future__ import annotations

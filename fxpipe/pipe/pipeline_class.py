@@ -2,11 +2,10 @@
 
     class GPT2LMHeadModel(Pipeline, transformers.GPT2LMHeadModel): ...      # what `pipeline_class` makes, once
 
-A pipe shares the `__dict__` of its model: attributes, parameters, buffers and children. Properties and methods of the
-model's class run with the pipe as `self`, so that their calls (`self(...)` in `generate`) run the pipeline. Hooks and a
-replaced `forward` belong to the pipe: if shared, they would also run around each recording of the model. FSDP2
-(`torch.distributed.fsdp.fully_shard`) derives classes in the same way. `pipe.__class__` is the model's class, as for
-a proxy: code that changes it changes the class of the model.
+A pipe shares the `__dict__` of its model. Properties and methods of the model's class run with the pipe as `self`, so
+that their calls (`self(...)` in `generate`) run the pipeline. Hooks and a replaced `forward` belong to the pipe: if
+shared, they would also run around each recording of the model. `pipe.__class__` is the model's class, as for a proxy:
+code that changes it changes the class of the model. (FSDP2 derives classes in the same way.)
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@
                              └── none: record, split, bind, and look up again
 
 A *call* is a mini-batch, or one of several micro-batches. Its *key* has the structure of the inputs, the mode of the
-modules and the state of the thread. Lookup compares the key first, then conditions on sizes and guards. If a dimension
-of an input, other than the batch, has a second size, it becomes dynamic: the next graph is recorded for any size of it,
-if forward allows (`dynamic_sizes`).
-
-The first graph decides the stages and the devices of parameters; later graphs are split so that nodes stay with their
-parameters. Over ranks one rank looks up, and all ranks record (`distributed.rank_state`).
+modules and the state of the thread; then conditions on sizes and guards are compared. If a dimension of an input, other
+than the batch, has a second size, it becomes dynamic: the next graph is recorded for any size of it, if forward allows
+(`dynamic_sizes`). The first graph decides the stages and the devices of parameters; later graphs are split so that
+nodes stay with their parameters.
 """
 
 from __future__ import annotations

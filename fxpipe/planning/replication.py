@@ -1,13 +1,9 @@
-"""Stages with replicas, chosen as in PipeDream (`balance="pipedream"`).
+"""Stages with replicas, chosen as in PipeDream (`balance="pipedream"`), for a mini-batch of all replicas.
 
 `choose_replicas` chooses the replicas of each stage for layers of nodes (`fxpipe.partitioning.pipedream`): over the
 levels of the paper, and with all devices on one level that is as slow as the network. The better result is planned:
-
-- one replica of each stage: an ordinary pipeline;
-- equal numbers, planned for processes: `data_parallel` replicas of a pipeline, over a mesh;
-- otherwise, for example 15-1, and for streams: stages whose replicas take micro-batches in turn, in one process.
-
-Seconds and bytes are for a mini-batch of all replicas, whose gradients are reduced once.
+equal numbers, in processes, as `data_parallel` replicas of a pipeline over a mesh; otherwise, for example 15-1, and for
+streams, as stages whose replicas take micro-batches in turn, in one process.
 """
 
 from __future__ import annotations

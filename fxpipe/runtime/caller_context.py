@@ -1,6 +1,4 @@
-"""Thread-local state of the caller, set in the worker for each action.
-
-`ThreadState` is recorded with every node. The other state is here:
+"""Thread-local state of the caller, set in the worker for each action. (`ThreadState` is recorded with every node.)
 
                             F, R and the loss           B (and W)
     inference mode          of the call                 (there is no B)
@@ -9,9 +7,8 @@
     modes                   of the call                 of the call of backward(), as for R in the drop-in
     default device          the stage's device, if the caller has a default device
 
-This is as in plain torch, except autocast in the backward of `forward_backward`, which torch advises against. Modes
-(`__torch_dispatch__`, `__torch_function__`) do not support several threads: if the caller has any, one action runs at a
-time. While the caller's thread plans, scatters and gathers, its modes and hooks are off.
+Modes (`__torch_dispatch__`, `__torch_function__`) do not support several threads: if the caller has any, one action
+runs at a time. While the caller's thread plans, scatters and gathers, its modes and hooks are off.
 """
 
 from __future__ import annotations

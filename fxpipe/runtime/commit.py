@@ -1,11 +1,9 @@
 """Commits the gradients of a step once, after it has succeeded.
 
-`Commit` is one node in the caller's autograd graph for the whole pipeline: its inputs are the model's parameters and
-the inputs that require grad, its outputs are the outputs of the pipe. When the caller's backward reaches it, the
-workers run their backwards, and it returns the sums. So hooks on parameters fire once for a step, `.grad` accumulates,
-`autograd.grad` works, and a failed step changes nothing.
-
-On GPUs it has nodes around it, since autograd runs each node of a GPU in a thread and on the stream of that GPU:
+`Commit` is one node in the caller's autograd graph for the whole pipeline: from the outputs of the pipe to the model's
+parameters and the inputs that require grad. When the caller's backward reaches it, the workers run their backwards, and
+it returns the sums. So hooks on parameters fire once for a step, `.grad` accumulates, `autograd.grad` works, and a
+failed step changes nothing. Autograd runs each node of a GPU in a thread and on the stream of that GPU:
 
     outputs ◀── Caught ◀── Commit ◀── Handed of cuda:0 ◀── parameters and inputs there
     (cuda:1)    (cuda:1)    (CPU)  ◀── Handed of cuda:1 ◀── parameters and inputs there

@@ -1,11 +1,9 @@
 """The executors of a step's rows (worker threads, or the caller's thread), and the class that performs its actions.
 
-An executor calls `wait(action)` and `perform(action)` of an `ActionPerformer` within `in_row()`. It guarantees:
-
-- Every row ends: an exception in one opens all fences, and the other rows stop before their next action.
-- `run` returns when all rows have ended; then it raises the exception, if any. An interrupt of the caller (Ctrl-C)
-  fails the step like any other; only a second interrupt does not wait for the rows.
-- After a row has ended, its worker holds nothing of the step. No worker outlives the interpreter.
+An executor calls `wait(action)` and `perform(action)` of an `ActionPerformer` within `in_row()`. An exception in one
+row opens all fences, and the other rows stop before their next action. `run` returns, or raises, when all rows have
+ended, also after an interrupt of the caller (Ctrl-C); only a second one does not wait. A worker whose row has ended
+holds nothing of the step. No worker outlives the interpreter.
 
 In a stream `start` queues further rows without waiting for workers; `finish` waits, as `run` does. Rows must be of a
 validated schedule, so that some action is always ready.

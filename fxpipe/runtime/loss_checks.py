@@ -1,14 +1,12 @@
 """Checks that the losses of micro-batches add up to the loss of the mini-batch: by weights of elements, and by values.
 
-The loss of all outputs together is computed, and compared by its value and by the gradients of the outputs. The value
-is not enough: if the head of a model starts with zeros, all tokens have the same loss, so that in the first step a mean
-over tokens looks like a mean over samples.
+The loss of all outputs is compared by its value and by the gradients of the outputs: if the head of a model starts with
+zeros, all tokens have the same loss, and in the first step a mean over tokens looks like a mean over samples.
 
 An output without the batch dimension is known for the mini-batch only if it is equal in all micro-batches, or a mean or
 sum that the loss uses as such. A weighted mean of losses that the model itself computes is neither: then the other
-outputs' gradients are compared, if any. A loss that draws random numbers is not compared: see `losses`.
-
-A run gives `LossEvidence`. Over processes every rank has a part of it, and `LossVerdict` decides for all.
+outputs' gradients are compared, if any. A loss that draws random numbers is not compared: see `losses`. Over processes
+every rank has a part of the `LossEvidence` of a run, and `LossVerdict` decides for all.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A stage in one step: its code on views of the model's tensors, and its autograd graphs.
 
 F runs the stage on detached values, so each micro-batch has its own graph. B calls autograd for that graph, and sums
-the gradients of parameters in the order of the row; if the backward is split, W computes the gradients that B leaves.
-The model does not change before the step has succeeded: parameters are read through detached views, and a buffer that
-forward changes is copied for each F.
+the gradients of parameters in the order of the row; W computes the gradients that B leaves. The model does not change
+before the step has succeeded: parameters are read through views, and F changes copies of buffers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The inputs of a step by micro-batch: parts of one mini-batch, or micro-batches of the caller.
 
-A mini-batch is split as by `tensor_split`: sizes differ by at most one. The plan decides how outputs are combined:
-concatenated along the batch dimension, averaged by size, summed, stacked, or, if they are equal, the first.
-
-Micro-batches of the caller are independent: each is a mini-batch to the model, may have its own sizes, and runs the
-program of its own graph, usually the same for all.
+A mini-batch is split as by `tensor_split`. The plan decides how outputs are combined: concatenated along the batch
+dimension, averaged by size, summed, stacked, or, if they are equal, the first. Micro-batches of the caller are
+independent: each is a mini-batch to the model, may have its own sizes, and runs the program of its own graph.
 """
 
 from __future__ import annotations

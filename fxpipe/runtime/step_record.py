@@ -1,8 +1,7 @@
 """The record of a step, with its times: `pipe.last_step`.
 
-Times are seconds since the step began, without the time of the caller between the forward and the backward of a drop-in
-(`StepRecord.away`), or between the step and an update of its weights by the stages (`fxpipe.optim.StageOptimizer`),
-which is a part of the record.
+Times are seconds since the step began, without the time of the caller (`StepRecord.away`) between the forward and the
+backward of a drop-in, or between the step and an update of its weights by the stages, a part of the record.
 """
 
 from __future__ import annotations

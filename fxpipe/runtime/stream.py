@@ -6,12 +6,10 @@ the order of the stream (`scheduling.streams`) assigns, and closes with its upda
 *Versions.* The newest version of a weight is in the model's parameter, which an optimizer updates in place. If a
 mini-batch in flight still needs the version there, the parameter first gets a copy; the older version stays in the
 views that forward ran on, and is freed with the last of them. Views are of `.data`, which has a separate version
-counter: `detach()` would share the parameter's, and autograd would refuse the backward. Gradients are hidden between
-updates. *Buffers* are written into the model when a stage has run all forwards of a mini-batch.
-
-*Replicas* of a stage have a row each, and open the stage on a copy of the version. A round of mini-batches makes one
-update with the mean of the gradients, on the device of the parameters. Actions follow the order of the rows, and
-between replicas `StreamSchedule.awaited`, so the result does not depend on the speed of workers.
+counter: `detach()` would share the parameter's, and autograd would refuse the backward. *Buffers* are written into the
+model when a stage has run all forwards of a mini-batch. *Replicas* of a stage have a row each, and open the stage on a
+copy of the version; a round of mini-batches makes one update with the mean of the gradients, on the device of the
+parameters.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Dependencies of actions, and routes of values and gradients, read from the program once.
 
-The loss (or, in the drop-in, the gathering of outputs) is stage n: it uses the outputs and computes their gradients.
-
-A gradient is sent from a user of a value to the previous user, and from the first user to the maker, and enters each
-autograd graph as a root. So autograd computes every sum, in the order of the plain model:
+The loss (or, in the drop-in, the gathering of outputs) is stage n. A gradient is sent from a user of a value to the
+previous user, and from the first user to the maker. So autograd computes every sum, in the order of the plain model:
 
     stage      0 (maker)      1 (user)      2 (user)     3 (loss: user)
     value      v ───────────▶ v ──────────▶ v ─────────▶ v

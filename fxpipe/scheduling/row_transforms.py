@@ -1,10 +1,9 @@
 """Rows made from other rows: stages that share a device, groups of neighbours, recomputation, updates.
 
-Schedules are made as if each stage had a separate device. If a device has several stages, they take turns
-(`merge_stage_rows`). The devices are simulated with actions of equal length: each device selects, from the next actions
-of its stages, one whose dependencies have ended. B goes before F, W comes last, since nothing waits for it, and a later
-stage goes before an earlier one, so that micro-batches leave early. Each action starts after its dependencies have
-ended, in one run of all devices. The rows keep this order, so they cannot deadlock.
+Schedules are made as if each stage had a separate device. Stages of one device take turns (`merge_stage_rows`): the
+devices are simulated with actions of equal length, and each selects, from the next actions of its stages, one whose
+dependencies have ended, B before F, W last, since nothing waits for it, and a later stage before an earlier one, so
+that micro-batches leave early. The rows keep this order, so they cannot deadlock.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Validation of schedules: the dependencies of actions, and the checks of each new schedule.
 
-Each check is made only if the ones before it pass: every required action exists, once, and in the row of its stage;
-every row keeps the order that its actions need; the rows, run concurrently, do not deadlock.
-
-For the last check the rows are simulated without time: each proceeds while the results for its next action exist. An
-action waits for results only, as in threads, and in processes if sends do not block and receives are posted in the
-order of the sends (`distributed.packets`). So the order in which rows are visited does not matter: one run is enough.
+Every required action exists, once, and in the row of its stage; every row keeps the order that its actions need; the
+rows, run concurrently, do not deadlock. For the last check the rows are simulated without time. An action waits for
+results only, as in threads, and in processes if sends do not block and receives are posted in the order of the sends
+(`distributed.packets`). So the order in which rows are visited does not matter: one run is enough.
 """
 
 from __future__ import annotations

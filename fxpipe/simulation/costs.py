@@ -1,8 +1,7 @@
 """The costs that a simulation starts from: of stages and of transfers, for one micro-batch.
 
-A transfer has one direction. A value goes from an earlier to a later stage, from F to F; a gradient goes from a later
-to an earlier stage, from B to B. This expresses any wiring, including the runtime's, in which a gradient goes from each
-user of the value to the next earlier user, and from the first user to the maker:
+A transfer has one direction: a value goes from F to F of a later stage, a gradient from B to B of an earlier one. In
+the runtime a gradient goes from each user of the value to the next earlier user, and from the first user to the maker:
 
     stage      0 (maker)      1 (user)       3 (user)
     value        ─────────────▶

@@ -1,9 +1,8 @@
 """The simulation of discrete events: when every action of a schedule starts and ends, and what it waited for.
 
-An action *begins* when its device is free and everything that it needs has arrived. If the device copies its inputs,
-they occupy shared links then. An action *ends* when it has computed; its outputs then occupy links, in order of time.
-
-All workers of an interpreter with a lock also take turns at the host, in the order in which they ask:
+An action *begins* when its device is free and everything that it needs has arrived, and *ends* when it has computed;
+its outputs then occupy links, in order of time. All workers of an interpreter with a lock also take turns at the host,
+in the order in which they ask:
 
     host      |F0a F0b ....          If the host runs ahead of a device, the worker's thread queues the next action once
     device a     |F0a====== |        it has queued this one and the actions that the next one needs are queued, too.

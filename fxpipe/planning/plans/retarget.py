@@ -1,6 +1,4 @@
-"""A plan for other sizes, and for other hardware: the same stages with other figures.
-
-The plan has its bytes, FLOPs and operations as formulas. The cut does not change, though another one may be better.
+"""A plan for other sizes, and for other hardware: the same stages with other figures, from its formulas.
 
 Also here: what the host needs for the actions of a stage, and the links between processes of one machine.
 """

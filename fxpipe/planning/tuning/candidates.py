@@ -1,7 +1,6 @@
 """The candidates of a tuner, as plain data: schedules, stages on a device, numbers of micro-batches.
 
-Numbers of micro-batches are powers of two up to the samples of the mini-batch, or nearby divisors of the mini-batch,
-for micro-batches of equal size.
+Numbers of micro-batches are powers of two up to the samples of the mini-batch, or nearby divisors of the mini-batch.
 
 >>> chunks_for_batch(32, most=64)
 (1, 2, 4, 8, 16, 32)
@@ -9,23 +8,20 @@ for micro-batches of equal size.
 (1, 2, 4, 8, 15, 30)
 
 A cut depends on the placement of stages, the size of micro-batches and recomputation, and on the schedule only if
-memory is limited. So each cut is computed once for all candidates that can use it. Two sizes with the same cut share
-its plan, which has figures for any size.
+memory is limited. So each cut is computed once for all candidates that can use it.
 
-**The search** tries the most promising candidates first, until no remaining candidate can be faster.
-
-A candidate is simulated on the cut for its placement and size of micro-batches, without recomputation. If it does not
-fit into memory, it is planned within the limit: cuts move, and some stages recompute. Only if all stages must
-recompute, or nothing fits, two more modes are tried: recompute everything, or all but the last micro-batch.
+**The search** tries the most promising candidates first, until no remaining candidate can be faster. A candidate is
+simulated on the cut for its placement and size of micro-batches, without recomputation. If it does not fit into memory,
+it is planned within the limit: cuts move, and some stages recompute. Only if all stages must recompute, or nothing
+fits, two more modes are tried: recompute everything, or all but the last micro-batch.
 
 Cutting a graph takes a hundred times as long as simulating a schedule. So a candidate is cut only if its lower bounds
 are below the best steps so far: all work shared evenly, and its schedule with the most even stages that send nothing (a
 heuristic bound: uneven stages may suit a schedule).
 
-`prepare_best` chooses the options left to planning (`chunks="auto"`, `schedule="auto"`), always the same for a profile.
-The graph was compared with the model only for the usual micro-batches, so it is compared again for others; if they
-differ, or the model rejects the size, the next best candidate is tried. If none fits into memory, planning continues
-with the usual values, and reports the shortage.
+`prepare_best` chooses the options left to planning (`chunks="auto"`, `schedule="auto"`). The graph is compared with the
+model again for other than the usual micro-batches; if they differ, or the model rejects the size, the next best
+candidate is tried. If none fits into memory, planning continues with the usual values, and reports the shortage.
 """
 
 from __future__ import annotations
