@@ -23,15 +23,10 @@ from fxpipe._torch.module_internals import module_flags
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.pipe.model_calls import ModelCall, note_of_micro_batch
+from fxpipe.planning import passes
 from fxpipe.planning.entry import prepare
 from fxpipe.planning.options.pipeline_options import Settings
-from fxpipe.planning.passes import (
-    PreparedGraph,
-    holds_for_lengths,
-    holds_for_sizes,
-    prepare_additional_graph,
-    refusal_of_evaluation,
-)
+from fxpipe.planning.passes import PreparedGraph, prepare_additional_graph
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.candidates import with_best_chunks
 from fxpipe.runtime.bound_program import BoundProgram, StageReplica
@@ -94,7 +89,7 @@ class GraphInputs:
         lengths = traced.dynamic.lengths_of(self.leaves)
         if lengths is None or not traced.dynamic.is_far_from(lengths, traced.comparisons.lengths):
             return True
-        return may_compare and holds_for_lengths(traced, self.call.args, self.call.kwargs)
+        return may_compare and passes.holds_for_lengths(traced, self.call.args, self.call.kwargs)
 
 
 class CachedGraph(NamedTuple):
@@ -295,7 +290,7 @@ class Programs:
                 return graph
         for graph in graphs if may_compare and not is_part else ():  # not yet compared for such micro-batches
             traced, args, kwargs = graph.traced, inputs.call.args, inputs.call.kwargs
-            if inputs.fit(traced) and holds_for_sizes(
+            if inputs.fit(traced) and passes.holds_for_sizes(
                 traced, args, kwargs, self._sizes(traced.batch_of(inputs.leaves)), self.settings
             ):
                 return graph
@@ -412,7 +407,7 @@ class Programs:
         args, kwargs = call.args, call.kwargs
         with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
             first = prepare(self.model, args, kwargs, self.settings, self.given_plan, seed, count)
-            refusal = refusal_of_evaluation(first, args, kwargs, seed) if self.checks_evaluation else None
+            refusal = passes.refusal_of_evaluation(first, args, kwargs, seed) if self.checks_evaluation else None
         self.checks_evaluation = False
         graph = self.keep(self.take_plan_of(first))
         if refusal is not None:

@@ -10,30 +10,12 @@ from torch import nn
 
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import planned_devices
+from fxpipe.planning import passes
 from fxpipe.planning.cost_model import with_memory_at_hand
-from fxpipe.planning.options.parse import (
-    DROP_IN_SCHEDULE,
-    Devices,
-    parse_hardware_option,
-    parse_training_schedule,
-    worker_count_for,
-)
-from fxpipe.planning.options.pipeline_options import (
-    AUTO,
-    DEFAULT_SCHEDULE,
-    CutAndModelOptions,
-    Settings,
-    make_settings,
-    shows_options,
-)
-from fxpipe.planning.passes import (
-    PreparedGraph,
-    ProfiledModel,
-    prepare_given_plan,
-    prepare_profiled,
-    trace_and_profile,
-    trace_batch,
-)
+from fxpipe.planning.options import parse, pipeline_options
+from fxpipe.planning.options.parse import Devices
+from fxpipe.planning.options.pipeline_options import AUTO, CutAndModelOptions, Settings, shows_options
+from fxpipe.planning.passes import PreparedGraph, ProfiledModel
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.replication import choose_replicas
 from fxpipe.planning.tuning.candidates import prepare_best
@@ -108,11 +90,11 @@ def plan(
     hardware = options.get("hardware")
     if isinstance(devices, int):
         count = parse_count("devices", devices, "a number of devices, or a list of them")
-        devices = planned_devices(count, parse_hardware_option(hardware))
+        devices = planned_devices(count, parse.parse_hardware_option(hardware))
     elif devices is None:
         devices = _planned_devices(stages, options, data_parallel or 1)
     own = {"devices": devices, "chunks": chunks, "data_parallel": data_parallel, "mesh": mesh, "processes": processes}
-    settings = make_settings({**options, **own}, anywhere=hardware is not None)
+    settings = pipeline_options.make_settings({**options, **own}, anywhere=hardware is not None)
     if stages is not None and stages != len(settings.placement):
         each = len(settings.placement) // len(settings.workers)
         shared = f" of {each} stages" if each > 1 else ""
@@ -129,15 +111,15 @@ def _planned_devices(
     stages: int | str | None, options: CutAndModelOptions, data_parallel: Any
 ) -> list[str] | int | None:
     """Returns a device for each worker of all replicas; without `stages` the devices of a cluster, otherwise None."""
-    hardware = parse_hardware_option(options.get("hardware"))
+    hardware = parse.parse_hardware_option(options.get("hardware"))
     if stages is None:
         return planned_devices(None, hardware)
     asked = options.get("schedule", AUTO)
-    order = parse_training_schedule(DEFAULT_SCHEDULE if asked == AUTO else asked)
+    order = parse.parse_training_schedule(pipeline_options.DEFAULT_SCHEDULE if asked == AUTO else asked)
     per_device = options.get("stages_per_device")
     if per_device is not None:
         parse_count("stages_per_device", per_device)
-    count = worker_count_for(parse_count("stages", stages), order, per_device)
+    count = parse.worker_count_for(parse_count("stages", stages), order, per_device)
     return planned_devices(count * parse_count("data_parallel", data_parallel), hardware)
 
 
@@ -163,7 +145,7 @@ def prepare(
         count = micro_batches if "chunks" in settings.left else settings.chunks
         settings = replace(as_inputs, chunks=count)
     if plan is None:
-        profiled = trace_and_profile(model, args, kwargs, as_inputs, seed)
+        profiled = passes.trace_and_profile(model, args, kwargs, as_inputs, seed)
         profiled = replace(profiled, batch=profiled.batch * count)
         if len(settings.workers) > 1:
             for limit in imbalance_warnings(profiled.traced):
@@ -171,7 +153,7 @@ def prepare(
         return prepare_with_choices(profiled, args, kwargs, settings)
 
     def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int]:
-        return trace_batch(model, args, kwargs, as_inputs, seed)
+        return passes.trace_batch(model, args, kwargs, as_inputs, seed)
 
     with in_mode(model, plan.evaluating):
         device, (traced, batch) = look_on_recording_device(model, settings.workers, args, kwargs, look)
@@ -181,7 +163,7 @@ def prepare(
                 f"plan was made for another graph (fingerprint {plan.fingerprint}, here {traced.fingerprint()}): the "
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
-        return prepare_given_plan(traced, plan, batch * count, settings)
+        return passes.prepare_given_plan(traced, plan, batch * count, settings)
 
 
 def prepare_with_choices(
@@ -195,9 +177,11 @@ def prepare_with_choices(
         profiled = replace(profiled, batch=profiled.batch // settings.data_parallel)
     joint = needing_all(profiled.traced.combinations)
     if joint is not None and settings.chunks > 1 and not is_stream(settings.schedule):
-        settings = replace(settings, schedule=DROP_IN_SCHEDULE, left=settings.left - {"schedule"})
-    prepared = prepare_best(profiled, args, kwargs, settings) if settings.left else prepare_profiled(profiled, settings)
-    if joint is not None and prepared.plan.schedule == DROP_IN_SCHEDULE:
+        settings = replace(settings, schedule=parse.DROP_IN_SCHEDULE, left=settings.left - {"schedule"})
+    prepared = (
+        prepare_best(profiled, args, kwargs, settings) if settings.left else passes.prepare_profiled(profiled, settings)
+    )
+    if joint is not None and prepared.plan.schedule == parse.DROP_IN_SCHEDULE:
         why = f"{joint.where} needs all samples together: every F runs before the first B, in the order of GPipe"
         prepared = replace(prepared, plan=replace(prepared.plan, why=(*prepared.plan.why, why)))
     return prepared

@@ -23,20 +23,10 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fxpipe._torch import modes as torch_modes
 from fxpipe._torch.autograd import is_in_forward_mode, is_jit_tracing
 from fxpipe._torch.autograd_functions import is_in_functorch_transform
-from fxpipe._torch.modes import (
-    DeviceContext,
-    TorchDispatchMode,
-    current_dispatch_modes,
-    current_function_modes,
-    dispatch_modes_suspended,
-    is_infrastructure_mode,
-    pop_dispatch_mode,
-    pop_function_mode,
-    push_dispatch_mode,
-    push_function_mode,
-)
+from fxpipe._torch.modes import DeviceContext, TorchDispatchMode
 from fxpipe._torch.saved_tensor_hooks import SavedTensorHooks, current_hooks, hooks_suspended
 from fxpipe._torch.thread_state import ThreadState, is_any_autocast_enabled, set_thread_state
 from fxpipe.errors import StateError
@@ -74,10 +64,10 @@ class CallerContext:
                 "a pipe cannot run inside torch.autograd.forward_ad.dual_level: tangents would stop at its stages; use "
                 "the model: fxpipe.unwrap(pipe)"
             )
-        stack = current_function_modes()
+        stack = torch_modes.current_function_modes()
         functions = tuple(mode for mode in stack if not isinstance(mode, DeviceContext))
-        dispatches = tuple(current_dispatch_modes())
-        for mode in filter(is_infrastructure_mode, dispatches):  # torch's own, which replace tensors
+        dispatches = tuple(torch_modes.current_dispatch_modes())
+        for mode in filter(torch_modes.is_infrastructure_mode, dispatches):  # torch's own, which replace tensors
             raise StateError(
                 f"a pipe cannot run inside {type(mode).__name__} (fake tensors, torch.export, make_fx): its stages "
                 "need values; give the model itself (fxpipe.unwrap(pipe)), or use fxpipe.plan, which takes fake tensors"
@@ -129,10 +119,10 @@ _EMPTY_CONTEXT = CallerContext()
 @contextmanager
 def _modes_suspended() -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(dispatch_modes_suspended())
-        modes = [pop_function_mode() for _ in current_function_modes()]
+        stack.enter_context(torch_modes.dispatch_modes_suspended())
+        modes = [torch_modes.pop_function_mode() for _ in torch_modes.current_function_modes()]
         for mode in modes:  # innermost first; restored in reverse order
-            stack.callback(push_function_mode, mode)
+            stack.callback(torch_modes.push_function_mode, mode)
         stack.enter_context(hooks_suspended())
         with ExitStack() as device:
             for mode in modes:
@@ -144,11 +134,11 @@ def _modes_suspended() -> Iterator[None]:
 def _push(stack: ExitStack, mode: TorchFunctionMode | TorchDispatchMode) -> None:
     """Makes a mode the innermost one, until the end of `stack`."""
     if isinstance(mode, TorchFunctionMode):
-        push_function_mode(mode)
-        stack.callback(pop_function_mode)
+        torch_modes.push_function_mode(mode)
+        stack.callback(torch_modes.pop_function_mode)
     else:
-        push_dispatch_mode(mode)
-        stack.callback(pop_dispatch_mode)
+        torch_modes.push_dispatch_mode(mode)
+        stack.callback(torch_modes.pop_dispatch_mode)
 
 
 T = TypeVar("T")

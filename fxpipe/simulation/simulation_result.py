@@ -10,18 +10,9 @@ from typing import Any
 from fxpipe.cluster import Cluster
 from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import Action, ActionKind, Schedule
-from fxpipe.simulation import events
+from fxpipe.simulation import events, timeline
 from fxpipe.simulation.costs import StageCost, Transfer
-from fxpipe.simulation.timeline import (
-    HasTimeline,
-    MemoryTimeline,
-    Span,
-    StepTimeline,
-    TransferRecord,
-    idle_shares,
-    memory_timeline_of,
-    timeline_lines,
-)
+from fxpipe.simulation.timeline import HasTimeline, MemoryTimeline, Span, StepTimeline, TransferRecord
 from fxpipe.utils.text_table import bytes_of_limit, show_as_printed, text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
@@ -342,7 +333,7 @@ class Simulation(HasTimeline):
     @property
     def bubble(self) -> tuple[float, ...]:
         """The share of `step_seconds`, 0 to 1, in which each device idles."""
-        return idle_shares(self.busy, self.step_seconds)
+        return timeline.idle_shares(self.busy, self.step_seconds)
 
     @property
     def mean_bubble(self) -> float:
@@ -355,7 +346,7 @@ class Simulation(HasTimeline):
         spans: list[list[Span]] = [[] for _ in self.schedule.rows]
         for span in self.spans:
             spans[span.device].append(span)
-        return tuple(memory_timeline_of(row, self.stages) for row in spans)
+        return tuple(timeline.memory_timeline_of(row, self.stages) for row in spans)
 
     @property
     def fits(self) -> MemoryFit:
@@ -525,7 +516,7 @@ class Simulation(HasTimeline):
             head += f", {self.samples} samples"
         names = [f"device {d} {name}".rstrip() for d, name in enumerate(self.devices)]
         width = max(map(len, names))
-        drawn = timeline_lines(self.spans, len(self.schedule.rows), self.seconds)
+        drawn = timeline.timeline_lines(self.spans, len(self.schedule.rows), self.seconds)
         lines, peaks = [], [memory.peak for memory in self.memory]
         figures = zip(names, drawn, self.busy, self.bubble, strict=True)
         for d, (name, line, busy, bubble) in enumerate(figures):

@@ -14,18 +14,8 @@ from fxpipe.cluster import MESHES, parse_mesh, replica_batch
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
 from fxpipe.hardware import planned_devices
 from fxpipe.planning.cost_model import planned_workers, with_memory_at_hand
-from fxpipe.planning.options.parse import (
-    BALANCES,
-    COMPARED_SCHEDULES,
-    DROP_IN_SCHEDULE,
-    TRAINING_SCHEDULES,
-    Devices,
-    parse_choices,
-    parse_devices,
-    parse_hardware_option,
-    parse_memory_limit,
-    parse_switch,
-)
+from fxpipe.planning.options import parse
+from fxpipe.planning.options.parse import BALANCES, COMPARED_SCHEDULES, TRAINING_SCHEDULES, Devices, parse_choices
 from fxpipe.planning.options.pipeline_options import (
     AUTO,
     OPTION_DEFAULTS,
@@ -38,26 +28,8 @@ from fxpipe.planning.options.pipeline_options import (
 )
 from fxpipe.planning.passes import ProfiledModel, batch_of_replica, holds_for_chunks, trace_and_profile
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.candidates import (
-    MAX_CHUNKS_PER_WORKER,
-    TRIED_STAGES_PER_DEVICE,
-    Candidate,
-    CandidateResult,
-    MemoryLimits,
-    ModelPlans,
-    PlanSource,
-    PlanVariants,
-    Tuning,
-    candidates_of_model,
-    candidates_of_plan,
-    chunks_for_batch,
-    memory_limits_of,
-    order_for_table,
-    rank_fitting,
-    search_candidates,
-    shortage_message,
-    with_memory_limits,
-)
+from fxpipe.planning.tuning import candidates
+from fxpipe.planning.tuning.candidates import Candidate, CandidateResult, MemoryLimits, PlanSource, Tuning, rank_fitting
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.output_combination import needing_all
@@ -147,9 +119,9 @@ def tune(
     """
     arguments = {**locals(), **options}
     hardware, memory_limit = options.get("hardware"), options.get("memory_limit")
-    show = parse_switch("progress", options.get("progress", True))
+    show = parse.parse_switch("progress", options.get("progress", True))
     with planning_block(), show_progress(show), show_phases("planning"):
-        parse_switch("measure", measure)
+        parse.parse_switch("measure", measure)
         names = COMPARED_SCHEDULES if schedules is None else parse_choices("schedules", schedules, TRAINING_SCHEDULES)
         modes = None if checkpoint is None else parse_choices("checkpoint", checkpoint, CHECKPOINTS)
         counts = None if chunks is None else _parse_counts("chunks", chunks)
@@ -192,12 +164,14 @@ def tune(
             if name in options and not is_default(arguments[name], OPTION_DEFAULTS[name])
         }
         if needing_all(profiled.traced.combinations) is not None:
-            names = (DROP_IN_SCHEDULE,)
+            names = (parse.DROP_IN_SCHEDULE,)
         plans = _plans_of_replicas(profiled, ways, data_parallel == AUTO, settings.memory_at_hand)
         longest = max(plans.values(), key=lambda one: one.devices)
         limits: MemoryLimits = [worker.memory for worker in planned_workers(longest.settings)]
-        each = each or TRIED_STAGES_PER_DEVICE
-        rows = _search_all(lambda count: candidates_of_model(names, count, each), plans, limits, counts, modes, others)
+        each = each or candidates.TRIED_STAGES_PER_DEVICE
+        rows = _search_all(
+            lambda count: candidates.candidates_of_model(names, count, each), plans, limits, counts, modes, others
+        )
         rows = _check_best(rows, MEASURED_CANDIDATES if measure else 1, profiled, example_args, kwargs, settings)
         if measure:
             from fxpipe.planning.tuning.measure_candidates import measure_steps  # needs pipes
@@ -220,10 +194,12 @@ def _tune_plan(
     if size is not None:
         batch = replica_batch(size, data, "a plan with data_parallel")
     mesh = MESHES[0] if plan.cluster is None else plan.cluster.mesh
-    own_limits = parse_memory_limit(memory_limit, len(plan.workers))
-    limits: MemoryLimits = memory_limits_of(plan) if own_limits is None else own_limits
-    plans = {(data, mesh): PlanVariants(plan, batch)}
-    rows = _search_all(lambda count: candidates_of_plan(plan, names, count), plans, limits, counts, modes, {})
+    own_limits = parse.parse_memory_limit(memory_limit, len(plan.workers))
+    limits: MemoryLimits = candidates.memory_limits_of(plan) if own_limits is None else own_limits
+    plans = {(data, mesh): candidates.PlanVariants(plan, batch)}
+    rows = _search_all(
+        lambda count: candidates.candidates_of_plan(plan, names, count), plans, limits, counts, modes, {}
+    )
     return _tuning_of_rows(rows, limits, batch * data)
 
 
@@ -241,13 +217,14 @@ def _search_all(
     for is_usual in (True, False) if counts is None else (True,):
         tried = []
         for (data, mesh), source in plans.items():
-            most = MAX_CHUNKS_PER_WORKER * source.devices
-            usual = [count for count in chunks_for_batch(source.batch, source.batch) if (count <= most) == is_usual]
+            most = candidates.MAX_CHUNKS_PER_WORKER * source.devices
+            every = candidates.chunks_for_batch(source.batch, source.batch)
+            usual = [count for count in every if (count <= most) == is_usual]
             for one in of(usual if counts is None else counts):
                 if is_one or source.devices * one.stages_per_device * one.chunks <= FORWARDS_OF_REPLICA:
                     tried.append(replace(one, data_parallel=data, mesh=mesh))
         with bar("tuning", len(tried), "candidates") as step:
-            rows += search_candidates(
+            rows += candidates.search_candidates(
                 tried,
                 lambda candidate: plans[candidate.data_parallel, candidate.mesh],
                 limits,
@@ -260,7 +237,7 @@ def _search_all(
         if any(row.fits for row in rows):
             return rows
     if any(row.plan is not None for row in rows):
-        raise MemoryLimitError(shortage_message(rows, limits))
+        raise MemoryLimitError(candidates.shortage_message(rows, limits))
     whys = dict.fromkeys(row.why for row in rows)
     raise ArgumentError(
         "nothing can be tried: " + ("; ".join(whys) or "no schedule goes with stages_per_device; leave it out")
@@ -270,8 +247,8 @@ def _search_all(
 def _tuning_of_rows(rows: Sequence[CandidateResult], limits: MemoryLimits, batch: int) -> Tuning:
     best = rank_fitting(rows)[0]
     assert best.plan is not None
-    limited = replace(best, plan=with_memory_limits(best.plan, limits))
-    ordered = order_for_table(limited if row is best else row for row in rows)
+    limited = replace(best, plan=candidates.with_memory_limits(best.plan, limits))
+    ordered = candidates.order_for_table(limited if row is best else row for row in rows)
     return Tuning(limited, ordered, batch, best.plan.workers, best.plan.estimated_for)
 
 
@@ -325,7 +302,7 @@ def _replica_settings(
     options: Mapping[str, Any], devices: Devices | None, data_parallel: Any, mesh: Any
 ) -> list[Settings]:
     """Returns settings for each number and order of replicas to try, from long pipelines to short ones."""
-    hardware = parse_hardware_option(options.get("hardware"))
+    hardware = parse.parse_hardware_option(options.get("hardware"))
     if devices is None or isinstance(devices, int):
         devices = planned_devices(None if devices is None else parse_count("devices", devices), hardware)
     if data_parallel != AUTO:
@@ -336,7 +313,7 @@ def _replica_settings(
             "hardware='h100'"
         )
     else:
-        workers = len(parse_devices(devices, anywhere=True))
+        workers = len(parse.parse_devices(devices, anywhere=True))
         counts = [count for count in range(1, workers + 1) if workers % count == 0]
     asked, all_settings = None if mesh is None else parse_mesh(mesh), []
     over_nodes = 0  # number of devices if they are in several nodes
@@ -352,9 +329,9 @@ def _replica_settings(
 
 def _plans_of_replicas(
     profiled: ProfiledModel, ways: Sequence[Settings], is_auto: bool, memory_at_hand: Mapping[torch.device, int | None]
-) -> dict[tuple[int, tuple[str, str]], ModelPlans]:
+) -> dict[tuple[int, tuple[str, str]], candidates.ModelPlans]:
     """Returns the plans of a replica for each number of replicas and each mesh to try, or raises if none can be."""
-    plans, lacking = dict[tuple[int, tuple[str, str]], ModelPlans](), list[str]()
+    plans, lacking = dict[tuple[int, tuple[str, str]], candidates.ModelPlans](), list[str]()
     for way in ways:
         data = way.data_parallel
         if is_auto and (profiled.batch % data or not profiled.traced.holds_at(profiled.batch // data)):
@@ -362,7 +339,7 @@ def _plans_of_replicas(
         batch = batch_of_replica(profiled.traced, profiled.batch, data)
         # Each candidate sets its chunks.
         settings = replace(way, chunks=1, left=frozenset(), memory_at_hand=memory_at_hand)
-        source = ModelPlans(replace(profiled, batch=batch), settings, is_auto)
+        source = candidates.ModelPlans(replace(profiled, batch=batch), settings, is_auto)
         lack = source.lasting_shortage() if is_auto else ""
         if lack:
             lacking.append(lack)
