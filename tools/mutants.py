@@ -2366,8 +2366,8 @@ OPTIONS = (
     ),
     Mutant(
         "planning/options/pipeline_options.py",
-        'pins = parse_pins("balance", balance, workers) | pins',
-        'pins = pins | parse_pins("balance", balance, workers)',
+        'pins = parse.parse_pins("balance", balance, workers) | pins',
+        'pins = pins | parse.parse_pins("balance", balance, workers)',
         "unit/planning/options/test_pipeline_options.py::test_a_pin_goes_before_the_map_of_modules",
     ),
     Mutant(
