@@ -272,7 +272,6 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> i
 
 
 def _device_of_model(traced: Traced, leaves: Sequence[Any]) -> torch.device:
-    """Returns the device of the model or, if it has no tensors, of its inputs."""
     own = (attribute_tensor(traced, n) for n in traced.graph.nodes if n.op == "get_attr")
     inputs = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     for tensor in (*own, *inputs):

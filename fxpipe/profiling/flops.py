@@ -28,7 +28,6 @@ _SAME_WORK = attention_on_cpu()  # operation without a formula -> equivalent ope
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Counts the FLOPs of an operation; 0 for operations without a formula."""
     packet = getattr(func, "overloadpacket", func)
     name = str(getattr(packet, "__name__", ""))
     if name.startswith(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")):

@@ -103,7 +103,6 @@ class TimingSamples:
 
     @property
     def weight_seconds(self) -> float:
-        """The part of backward that computes gradients of parameters."""
         if not self.has_both:
             return self.backward_seconds if self.has_parameters else 0.0
         if not self.to_inputs:  # not measured
@@ -190,7 +189,6 @@ class TimingRounds:
         return NodeTiming(samples.forward_seconds, backward, samples.weight_seconds)
 
     def _missing(self, kind: Hashable) -> int:
-        """Returns the number of samples of a kind to take in the next round."""
         samples = self.samples[kind]
         count = len(samples.forward)
         if not count:
@@ -367,7 +365,6 @@ class TimingRounds:
 
 
 def dependents_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """Returns `sources`, and all nodes whose values depend on them."""
     dependents = {*sources}
     for node in traced.graph.nodes:
         if any(n in dependents for n in node.all_input_nodes):

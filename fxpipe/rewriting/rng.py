@@ -145,7 +145,6 @@ def _has_generator(overload: OpOverload) -> bool:
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.device) -> torch.device:
-    """Returns the device on which a function draws: `device=`, or else the device of its tensors."""
     device: torch.device | None = kwargs.get("device")
     if device is None:
         for value in (*args, *kwargs.values()):

@@ -177,7 +177,6 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
 
 
 def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
-    """Finds the graph, with all requested dimensions dynamic that can be."""
     asked, fixed = request.dynamic, dict(request.dynamic.fixed)
     fixed_here: dict[InputDim, str] = {}
     while True:

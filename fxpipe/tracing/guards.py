@@ -220,7 +220,6 @@ def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
 
 
 def _source_names(traced: Traced, needed: set[fx.Node]) -> Iterator[str]:
-    """Yields the sources of a read: inputs, tensors of the model, random numbers."""
     for node in needed:
         if node.op == "placeholder":
             yield "the inputs"

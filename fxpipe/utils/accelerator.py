@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -338,14 +338,6 @@ def allocation_unit(device: torch.device) -> int:
 # -- Random generators -------------------------------------------------------------------------------------------------
 
 
-class GeneratorState(Protocol):
-    """The state interface of a generator."""
-
-    def get_state(self) -> torch.Tensor: ...
-
-    def set_state(self, state: torch.Tensor) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _ModuleGenerator:
     """The generator of a device whose backend exposes only its state."""
@@ -360,14 +352,17 @@ class _ModuleGenerator:
         torch.get_device_module(self.device.type).set_rng_state(state, self.device)
 
 
-def default_generator(device: torch.device) -> GeneratorState:
+_Generator = torch.Generator | _ModuleGenerator
+
+
+def default_generator(device: torch.device) -> _Generator:
     if device.type == "cpu":
         return torch.default_generator
     generators = getattr(torch.get_device_module(device.type), "default_generators", None)
     return _ModuleGenerator(device) if generators is None else generators[device.index or 0]
 
 
-def used_generators() -> list[GeneratorState]:
+def used_generators() -> list[_Generator]:
     """Returns the generators of the accelerator's devices; an empty list if the accelerator was not used yet."""
     kind = accelerator_type()
     if kind is None or not device_count() or not _is_initialized(kind) or not _has_generators(kind):
@@ -384,16 +379,16 @@ def _has_generators(device_type: str) -> bool:
     return True
 
 
-def generator_position(generator: GeneratorState) -> Any:
+def generator_position(generator: _Generator) -> Any:
     """Returns a value that changes with each draw from a generator; without a copy of its state if possible."""
     try:
-        return generator.get_offset()  # type: ignore[attr-defined]
+        return generator.get_offset()  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):  # has no offset, such as the CPU's
         return generator.get_state().tolist()
 
 
 @contextlib.contextmanager
-def restore_generators(generators: Iterable[GeneratorState]) -> Iterator[None]:
+def restore_generators(generators: Iterable[_Generator]) -> Iterator[None]:
     """A block that restores the states of these generators and the CPU's generator at its end."""
     states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
     try:

@@ -128,7 +128,6 @@ def _record_at_sizes(
 
 
 def is_same_recording(left: Traced, right: Traced) -> bool:
-    """Returns whether both recordings have the same functions, numbers and read values."""
     is_same = _first_difference(left, right) is None and same_value_reads(left, right)
     return is_same and equal_values(_numbers_in(left), _numbers_in(right))
 
