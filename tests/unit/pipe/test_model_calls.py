@@ -21,7 +21,6 @@ X, M, T = torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2)
         (((X,), {"mask": M}, None), ModelCall((X,), {"mask": M}, ())),
         ([[X], {"mask": M}, T], ModelCall((X,), {"mask": M}, (T,))),
         ((X, T), ModelCall((X,), {}, (T,))),
-        ([X, T], ModelCall((X,), {}, (T,))),
         ((X, None), ModelCall((X,), {}, ())),
         (((X, M), T), ModelCall((X, M), {}, (T,))),
         ([[X, M], T], ModelCall((X, M), {}, (T,))),
@@ -49,7 +48,6 @@ def test_a_micro_batch_is_a_call_and_a_target(item: Any, call: ModelCall) -> Non
     [
         ((X, M, T), r"micro-batch 1 is a tuple of 3 \(Tensor, Tensor, Tensor\); expected \(args, kwargs, target\)"),
         ((X,), r"a tuple of 1 \(Tensor\)"),
-        (((X,), None, T), r"a tuple of 3 \(tuple, NoneType, Tensor\)"),
         (((X,), {3: M}, T), "a tuple of 3"),
         ((3, T), "the inputs of micro-batch 1 are an int; expected a tensor"),
         (({3: X}, T), "the inputs of micro-batch 1 are a dict"),

@@ -42,16 +42,6 @@ def _move(model, mover, names=("weight",), before=CPU):
         parameter.grad = torch.ones_like(parameter)
 
 
-def test_state_follows_its_parameter_but_the_number_of_steps_of_the_host(model):
-    optimizer, mover = _stepped(model, torch.optim.AdamW), OptimizerStateMover(model)
-    _move(model, mover)
-    for _ in range(2):
-        optimizer.step()
-    assert {**_devices(optimizer, model.weight), "step": META} == dict.fromkeys(optimizer.state[model.weight], META)
-    assert _devices(optimizer, model.weight)["step"] == CPU
-    assert set(_devices(optimizer, model.bias).values()) == {CPU}
-
-
 def test_the_number_of_steps_follows_where_the_device_reads_it(model):
     optimizer, mover = _stepped(model, torch.optim.Adam), OptimizerStateMover(model)
     optimizer.param_groups[0]["capturable"] = True
@@ -77,21 +67,6 @@ def test_state_in_lists_and_dicts_follows(model):
     state = optimizer.state[model.weight]
     assert state["old"][0].device == state["old"][1][0].device == state["deep"]["a"].device == META
     assert (state["old"][1][1], state["deep"]["n"]) == (None, 3)
-
-
-def test_each_move_is_followed_and_each_optimizer_looked_at_once(model):
-    optimizers = [_stepped(model, torch.optim.AdamW), _stepped(model, torch.optim.Adagrad)]
-    mover = OptimizerStateMover(model)
-    _move(model, mover)
-    for optimizer in optimizers:
-        optimizer.step()
-        assert optimizer in mover._seen
-    optimizers[0].state[model.weight]["exp_avg"] = torch.zeros(2, 3)
-    mover.follow(optimizers[0])
-    assert _devices(optimizers[0], model.weight)["exp_avg"] == CPU  # of the user's making since
-    _move(model, mover, ("bias",))
-    optimizers[0].step()
-    assert set(_devices(optimizers[0], model.bias).values()) == {CPU, META}
 
 
 def test_other_models_and_parameters_without_state_are_left_alone(model):

@@ -108,19 +108,6 @@ def test_a_stage_holds_as_many_micro_batches_as_the_schedule_says(watched, sched
     assert graphs == (bound if checkpoint == "never" else dict.fromkeys(range(STAGES), 1))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_an_output_is_freed_when_its_loss_has_been_taken(watched, schedule):
-    crossed, alive = watched
-    pipe, x = pipe_of(Unsaved(), schedule=schedule)
-    with pipe:
-        pipe.forward_backward(x, loss_fn=_loss)  # the first step keeps them, to verify the loss
-        crossed.clear()
-        alive.clear()
-        pipe.forward_backward(x, loss_fn=_loss)
-    for i in range(CHUNKS):
-        assert i not in alive[Action(ActionKind.FORWARD, STAGES - 1, i)][STAGES]
-
-
 def test_inputs_are_let_go_by_the_stage_that_uses_them_last(monkeypatch):
     """Parts of an input that is cut along its second dimension are copies of the pipe's own."""
     x, parts = torch.randn(4, 10), []

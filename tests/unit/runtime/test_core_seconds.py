@@ -20,10 +20,8 @@ def rows() -> torch.Tensor:
     return torch.randn(2 * CHUNKS, 4)
 
 
-def planned(checkpoint: str = "never") -> fxpipe.Plan:
-    return fxpipe.plan(
-        model(), 2, example_args=(rows(),), chunks=CHUNKS, schedule="1f1b", checkpoint=checkpoint, hardware="cpu"
-    )
+def planned() -> fxpipe.Plan:
+    return fxpipe.plan(model(), 2, example_args=(rows(),), chunks=CHUNKS, schedule="1f1b", hardware="cpu")
 
 
 def test_the_work_of_every_action_is_noted_and_steps_are_as_before_afterwards() -> None:
@@ -46,10 +44,3 @@ def test_a_disturbed_action_does_not_count() -> None:
     assert step == 2 * CHUNKS + 2  # of two stages that both take 1 and 1
     disturbed = {action: [*seconds[:-3], 2.0, 3.0, 50.0] for action, seconds in quiet.items()}
     assert processor_time.undisturbed(planned(), disturbed) == step
-
-
-def test_what_is_recomputed_counts_by_itself() -> None:
-    work = {(kind, stage): [1.0] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in range(2)}
-    again = {(ActionKind.RECOMPUTE, stage): [2.0] for stage in range(2)}
-    plan = planned("always")
-    assert processor_time.undisturbed(plan, work | again) > processor_time.undisturbed(plan, work)

@@ -104,20 +104,6 @@ def _counted(**options):
     return Counted(schedule, **options), schedule.rows
 
 
-def test_the_failure_of_an_action_is_raised_when_all_rows_have_ended():
-    for executor in (ThreadedExecutor(CPUS), InterleavedExecutor(0)):
-        with closing(executor):
-            step, rows = _counted(fail_at=Action(ActionKind.FORWARD, 1, 1))
-            with pytest.raises(RuntimeError, match="1F1"):
-                executor.run(step, rows)
-            assert step.failure is None  # else the exception would hold the step, and the step the exception
-            count = len(step.done)
-            time.sleep(0.02)
-            assert len(step.done) == count
-            again, rows = _counted()
-            executor.run(again, rows)
-
-
 def test_a_failure_outside_of_an_action_opens_the_fences_too():
     step, rows = _counted()
     wait, step.wait = step.wait, lambda action: 1 / 0
@@ -258,13 +244,8 @@ def test_each_worker_has_its_share_of_the_cores():
 CPU = torch.device("cpu")
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Dropout(0.2), nn.Linear(6, 3))
-
-    def forward(self, x):
-        return self.inner(x)
+def model():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Dropout(0.2), nn.Linear(6, 3))
 
 
 def _data():
@@ -275,7 +256,7 @@ def _data():
 def _pipe(executor=None):
     torch.manual_seed(1)
     x, _ = _data()
-    pipe = fxpipe.pipeline(Model(), ["cpu"], 3, example_args=(x,), checkpoint="never")
+    pipe = fxpipe.pipeline(model(), ["cpu"], 3, example_args=(x,), checkpoint="never")
     if executor is not None:
         pipe._fxpipe.engine.executor = executor
     return pipe
@@ -387,7 +368,7 @@ def test_under_autocast_backward_has_none():
             found["backward"] = torch.is_autocast_enabled("cpu")
             return gradient
 
-    class Inside(Model):
+    class Inside(Layered, inner=model):
         def forward(self, x):
             return Asking.apply(self.inner(x))
 

@@ -373,15 +373,6 @@ class Take(Layered, table=lambda: nn.Embedding(5, 4), linear=4):
         return self.linear(self.table(k))  # both lines
 
 
-def test_an_error_of_torch_names_its_node():
-    k = torch.zeros(4, dtype=torch.int64)
-    with fxpipe.pipeline(Take(), ["cpu", "cpu"], 2, balance=[1, 1], example_args=(k,)) as pipe:
-        k[3] = 9
-        with pytest.raises(IndexError, match="out of range") as caught:
-            pipe(k)
-        assert "stage 0 of 2 on cpu, micro-batch 1, forward, node table, module table" in caught.value.__notes__[0]
-
-
 def test_an_error_of_a_builtin_names_its_node(capfd):
     """What fx adds to errors of its modules (it prints, and throws the traceback away) must not come in between."""
 

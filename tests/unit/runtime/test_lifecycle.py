@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers.forked_scripts import ForkServer
 from helpers.layered import Layered
+from helpers.oracle import assert_step
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -85,7 +86,7 @@ def _alive(seen):
 # -- dropped ---------------------------------------------------------------------------------------------------------
 
 
-def test_threads_start_with_the_first_step():
+def test_threads_start_with_the_first_step_and_end_with_the_pipe():
     """One for each device, not for each stage."""
     before = _workers()
     with _pipe(stages_per_device=2) as pipe:
@@ -93,6 +94,8 @@ def test_threads_start_with_the_first_step():
         pipe(_x())
         assert len(pipe.plan.stages) == 4
         assert sorted(thread.name for thread in _workers()) == ["fxpipe-0-cpu", "fxpipe-1-cpu"]
+    assert _workers() == before
+    pipe.close()  # may be called again
 
 
 def test_a_pipe_that_is_dropped_takes_all_along():
@@ -189,20 +192,12 @@ def test_nothing_grows_over_steps():
 # -- closing ---------------------------------------------------------------------------------------------------------
 
 
-def test_close_ends_the_threads_and_may_be_called_again():
-    pipe = _pipe()
-    _step(pipe)
-    threads = _workers()
-    pipe.close()
-    assert not any(thread.is_alive() for thread in threads)
-    pipe.close()
-
-
 def test_a_closed_pipe_says_so_and_keeps_its_model():
     model = Model()
-    with _pipe(model) as pipe:
+    with pytest.raises(KeyError), _pipe(model) as pipe:  # noqa: PT012
         _step(pipe)
         assert pipe.last_step is not None
+        raise KeyError
     for call in (lambda: pipe(_x()), lambda: _step(pipe)):
         with pytest.raises(StateError, match=r"closed; make a new one with fxpipe\.pipeline"):
             call()
@@ -221,15 +216,6 @@ def test_backward_after_close_says_so():
     with pytest.raises(StateError, match="closed"):
         loss.backward()
     assert not _workers() or _wait_for_end(_workers())
-
-
-def test_leaving_the_context_by_an_exception_closes():
-    pipe = _pipe()
-    _step(pipe)
-    with pytest.raises(KeyError), pipe:
-        raise KeyError
-    with pytest.raises(StateError, match="closed"):
-        pipe(_x())
 
 
 def test_close_inside_a_step_is_refused():
@@ -273,6 +259,8 @@ def test_close_while_another_thread_steps():
 def _assert_independent_equals(copied, pipe):
     """Another model and other workers, and the same numbers."""
     assert copied.model is not pipe.model
+    assert copied.model.second.weight is copied.model.first.weight
+    assert copied.training == pipe.training
     assert type(copied) is type(pipe)
     ours, theirs = dict(pipe.named_parameters()), dict(copied.named_parameters())
     assert list(ours) == list(theirs)
@@ -294,8 +282,11 @@ def _assert_independent_equals(copied, pipe):
 
 @pytest.mark.parametrize(("how", "planned"), [("pickle", False), ("deepcopy", True), ("torch.save", True)])
 def test_copies(how, planned):
-    pipe = _pipe() if planned else fxpipe.pipeline(Model(), ["cpu", "cpu"], 4)
+    model = Model()
+    model.second.weight = model.first.weight
+    pipe = _pipe(model) if planned else fxpipe.pipeline(model, ["cpu", "cpu"], 4)
     _step(pipe)
+    pipe.train(how != "deepcopy")
     if how == "pickle":
         copied = pickle.loads(pickle.dumps(pipe))
     elif how == "deepcopy":
@@ -307,18 +298,6 @@ def test_copies(how, planned):
         copied = torch.load(file, weights_only=False)
     with pipe, copied:
         _assert_independent_equals(copied, pipe)
-
-
-def test_a_copy_keeps_tied_weights_and_modes():
-    model = Model()
-    model.second.weight = model.first.weight
-    pipe = _pipe(model).eval()
-    copied = copy.deepcopy(pipe)
-    assert copied.model.second.weight is copied.model.first.weight
-    assert not copied.training
-    with pipe, copied:
-        x = _x()
-        assert torch.equal(copied(x), pipe(x))
 
 
 def test_a_copy_of_a_model_that_holds_a_pipe():
@@ -543,15 +522,6 @@ def test_the_end_waits_for_a_step_of_another_thread(monkeypatch):
         pass
 
 
-def test_the_end_inside_a_step_waits_for_nobody(monkeypatch):
-    monkeypatch.setattr(engine_module, "LAST_STEP_SECONDS", 30)
-    engine = engine_module.Engine(Model(), None)
-    engine._busy = asked = _Asked(engine._busy)
-    with engine.running():
-        engine._end()
-    assert not asked.begun.is_set()
-
-
 def test_the_end_waits_for_all_engines_and_not_for_ever(monkeypatch):
     monkeypatch.setattr(engine_module, "LAST_STEP_SECONDS", 0.01)
     engines = [engine_module.Engine(Model(), None) for _ in range(2)]
@@ -582,42 +552,14 @@ needs_forks = pytest.mark.skipif(
     torch.version.cuda is not None, reason="torch with CUDA has no autograd in a fork of what has used it"
 )
 
-FORK = """
-    want = pipe.eval()(x)
-    step()
-    child = os.fork()
-    if child == 0:
-        import faulthandler
-        faulthandler.dump_traceback_later(20, exit=True)
-        assert torch.equal(pipe(x), want)
-        for p in pipe.parameters():
-            p.grad = None
-        step()
-        pipe(x).sum().backward()
-        assert len([t for t in threading.enumerate() if t.name.startswith("fxpipe")]) == 2
-        sys.exit(7)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 7, status
-    step()
-    assert torch.equal(pipe(x), want)
-    print("parent is well")
-"""
-
 
 @pytest.mark.slow
 @needs_forks
-def test_a_fork_after_use(run_script):
-    """The child starts workers of its own, and ends as it should; the parent does not notice."""
-    ran = run_script(FORK)
-    assert ran.returncode == 0, ran.stderr
-    assert "parent is well" in ran.stdout
-
-
-@pytest.mark.slow
-@needs_forks
-@pytest.mark.parametrize("place", ["in a loss", "in a module kept whole", "in a random node", "while planning"])
-def test_a_fork_while_another_thread_is_at_work(run_script, place):
-    """The child, which has not that thread, neither waits for it nor says for ever that a step is running."""
+@pytest.mark.parametrize(
+    "place", ["in a loss", "in a module kept whole", "in a random node", "while planning", "at rest"]
+)
+def test_a_fork_after_use_or_while_another_thread_is_at_work(run_script, place):
+    """The child starts workers of its own, and waits for no thread that it has not, nor for the step of one."""
     ran = run_script(
         f"""
         place = {place!r}
@@ -636,7 +578,7 @@ def test_a_fork_while_another_thread_is_at_work(run_script, place):
         class Random(nn.Module):
             def forward(self, x):
                 wait("in a random node")
-                return nn.functional.dropout(x, 0.5)
+                return nn.functional.dropout(x, 0.5, self.training)
 
         class Model(nn.Module):
             def __init__(self):
@@ -660,13 +602,16 @@ def test_a_fork_while_another_thread_is_at_work(run_script, place):
         step = lambda: pipe.forward_backward(x, target=x, loss_fn=loss)
         thread = threading.Thread(target=make if place == "while planning" else step)
         thread.start()
-        assert started.wait(20)
+        thread.join() if place == "at rest" else started.wait(20)
+        assert started.is_set() == (place != "at rest")
         child = os.fork()
         if child == 0:
             import faulthandler
             faulthandler.dump_traceback_later(20, exit=True)
             torch.set_num_threads(1)  # OpenMP hangs in a child that has not its threads
             step()
+            assert len([t for t in threading.enumerate() if t.name.startswith("fxpipe")]) == 2
+            torch.testing.assert_close(pipe.eval()(x), pipe.model(x))
             make()
             sys.exit(7)
         _, status = os.waitpid(child, 0)
@@ -693,13 +638,7 @@ def test_parameters_may_be_untied_tied_and_replaced_after_planning():
     model, x = Tied(), torch.randn(4, 6)
 
     def compare(graphs: int) -> None:
-        plain = copy.deepcopy(model)
-        for m in (pipe, plain):
-            m.zero_grad()
-            m(x).square().mean().backward()
-        torch.testing.assert_close(pipe(x), plain(x))
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, msg=name)
+        assert_step(pipe, copy.deepcopy(model), x)
         assert len(pipe._fxpipe.graphs) == graphs
 
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:

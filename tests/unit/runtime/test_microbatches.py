@@ -70,10 +70,9 @@ def stage_of(*attributes: str, changed: tuple[str, ...] = (), assigns: tuple[str
     return SimpleNamespace(attributes=attributes, changes=(*changed, *assigns), assigns=assigns)
 
 
-def program_of(*stages: Any, in_dims: Any = (0,), written: Any = ()) -> Any:
+def program_of(*stages: Any) -> Any:
     changes = [name for stage in stages for name in stage.changes]
-    program = SimpleNamespace(stages=stages, written_inputs=written, changes=changes)
-    return SimpleNamespace(program=program, in_dims=in_dims, head=None)
+    return SimpleNamespace(program=SimpleNamespace(stages=stages, changes=changes))
 
 
 def check(programs: list[Any], constants: tuple[dict[str, torch.Tensor], ...] = ({}, {})) -> None:

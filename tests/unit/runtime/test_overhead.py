@@ -1,7 +1,6 @@
 """What an action costs, in counts: seconds differ from run to run, calls do not."""
 
 import sys
-import threading
 from collections import defaultdict
 
 import pytest
@@ -13,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.wiring import Fences
-from fxpipe.scheduling.actions import Action, ActionKind
+from fxpipe.scheduling.actions import ActionKind
 
 STAGES, CHUNKS = 3, 8
 
@@ -83,22 +81,3 @@ def test_operations_of_a_micro_batch(pipe):
     assert counts["aten.ones_like.default"] == 0
     # Forward, its two gradients in backward, but for the input's, which wants none.
     assert counts["aten.mul.Tensor"] == CHUNKS * (STAGES + 2 * STAGES - 1)
-
-
-def test_fences_let_nobody_wait_for_what_has_passed():
-    before = {(ActionKind.FORWARD, 1): ((ActionKind.FORWARD, 0),)}
-    for _ in range(200):
-        fences = Fences(before)
-        through = []
-
-        def wait(fences=fences, through=through):
-            for i in range(3):
-                fences.wait(Action(ActionKind.FORWARD, 1, i))
-                through.append(i)
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        for i in range(3):
-            fences.pass_on(Action(ActionKind.FORWARD, 0, i))
-        thread.join(10)
-        assert through == [0, 1, 2]

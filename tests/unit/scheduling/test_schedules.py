@@ -26,14 +26,7 @@ from fxpipe.scheduling import (
     parse_schedule,
     validate,
 )
-from fxpipe.scheduling.builtin import clock_cycles
 from fxpipe.scheduling.row_transforms import backward_part, forward_part, with_recompute
-
-TWO_STAGES_PER_DEVICE = """
-    0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
-    1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
-"""
-
 
 PLACEMENTS = [(0, 1, 0, 1), (0, 0, 0), (0, 1, 2) * 2, (0, 1, 1, 0), (1, 0), (0, 0, 1, 1, 0), (2, 0, 1, 0)]
 
@@ -77,30 +70,12 @@ def test_inference_is_forwards_only():
     """)
 
 
-def test_recompute_stands_right_before_backward():
-    assert make_schedule("gpipe", stages=2, micro_batches=2, checkpoint="always").rows == rows("""
-        0F0 0F1 0R1 0B1 0R0 0B0
-        1F0 1F1 1R1 1B1 1R0 1B0
-    """)
-    assert make_schedule("1f1b", stages=2, micro_batches=3, checkpoint="always").rows == rows("""
-        0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2
-        1F0 1R0 1B0 1F1 1R1 1B1 1F2 1R2 1B2
-    """)
-
-
 def test_except_last_keeps_the_last_micro_batch():
     assert make_schedule("1f1b", stages=2, micro_batches=2, checkpoint="except_last").rows == rows("""
         0F0 0F1 0R0 0B0 0B1
         1F0 1R0 1B0 1F1 1B1
     """)
     assert make_schedule("gpipe", 2, 1, "except_last") == make_schedule("gpipe", 2, 1, "never")
-
-
-def test_gpipe_backward_is_the_reverse_of_the_clock_cycle():
-    for n, m in product(range(1, 7), range(1, 9)):
-        reverse = [(i, j) for cycle in clock_cycles(m, n) for i, j in cycle][::-1]
-        for j, row in enumerate(backward_part(make_schedule("gpipe", n, m))):
-            assert row == tuple(Action(ActionKind.BACKWARD, j, i) for i, stage in reverse if stage == j)
 
 
 def test_stages_of_a_device_take_turns():
@@ -344,114 +319,48 @@ def test_dependencies_are_a_chain():
 # Against a naive executor
 
 
-class Fault(Exception):
-    pass
-
-
-def require(condition: bool) -> None:
-    if not condition:
-        raise Fault
-
-
-class NaiveDevice:
-    """Computes with lists of stage numbers where a model has tensors, and only with what it was handed."""
-
-    def __init__(self, schedule: Schedule, row: tuple[Action, ...]):
-        self.n, self.m, self.row = schedule.stages, schedule.micro_batches, row
-        self.split = {(a.stage, a.micro_batch) for a in row if a.kind is ActionKind.WEIGHT}
-        self.held: dict[tuple[str, int, int], list[int]] = {}  # results here, by kind, stage and micro-batch
-        self.saved: dict[tuple[int, int], int] = {}  # forwards that wait for backward, with their recomputes
-        self.owed: set[tuple[int, int]] = set()  # backwards that wait for W
-        self.gradients: set[tuple[int, int]] = set()
-        self.updated: set[tuple[int, int]] = set()
-
-    def run(self, action: Action) -> None:
-        j, i = action.stage, action.micro_batch
-        require(0 <= j < self.n and 0 <= i < self.m)
-        match action.kind:
-            case ActionKind.FORWARD:
-                require(j == 0 or ("F", j - 1, i) in self.held)
-                self.held["F", j, i] = [*self.held.get(("F", j - 1, i), []), j]
-                self.saved[j, i] = 0
-            case ActionKind.RECOMPUTE:
-                require((j, i) in self.saved)
-                self.saved[j, i] += 1
-            case ActionKind.BACKWARD:
-                require((j, i) in self.saved and (j == self.n - 1 or ("B", j + 1, i) in self.held))
-                del self.saved[j, i]
-                self.held["B", j, i] = [*self.held.get(("B", j + 1, i), []), j]
-                (self.owed if (j, i) in self.split else self.gradients).add((j, i))
-            case ActionKind.WEIGHT:
-                require((j, i) in self.owed)
-                self.owed.remove((j, i))
-                self.gradients.add((j, i))
-            case ActionKind.UPDATE:
-                require(all((j, h) in self.gradients for h in range(i + 1)))
-                self.updated.add((j, i))
-
-
-def execute(schedule: Schedule, seed: int) -> None:
-    """Runs the rows, devices taking turns at random; raises Fault if anything is amiss."""
+def is_right(schedule: Schedule) -> bool:
+    """Runs each row as far as it comes, over and over; each action needs what others have left for it."""
     n, m = schedule.stages, schedule.micro_batches
     actions = [action for row in schedule.rows for action in row]
-    require(len(set(actions)) == len(actions))
-    for j in range(n):
-        require(sum(any(a.stage == j for a in row) for row in schedule.rows) == 1)
-    home = {a: d for d, row in enumerate(schedule.rows) for a in row}
-    devices = [NaiveDevice(schedule, row) for row in schedule.rows]
-    ended: set[Action] = set()
-
-    def taken(action: Action) -> Action | None:
-        """Whose result of another device `action` takes."""
-        step = {ActionKind.FORWARD: -1, ActionKind.BACKWARD: 1}.get(action.kind)
-        if step is None:
-            return None
-        maker = Action(action.kind, action.stage + step, action.micro_batch)
-        return maker if home.get(maker, home[action]) != home[action] else None
-
-    def life(d: int) -> Iterator[bool]:
-        """Yields whether it got on."""
-        for action in schedule.rows[d]:
-            maker = taken(action)
-            while maker is not None and maker not in ended:
-                yield False
-            if maker is not None:
-                key = str(maker.kind), maker.stage, maker.micro_batch
-                devices[d].held[key] = devices[home[maker]].held[key]
-            devices[d].run(action)
-            ended.add(action)
-            yield True
-
-    turns = random.Random(seed)
-    lives = {d: life(d) for d in range(len(devices))}
-    idle = 0
-    while lives:
-        require(idle < 50 * len(devices))  # no device got on for long: they wait for ever
-        d = turns.choice(list(lives))
-        got_on = next(lives[d], None)
-        if got_on is None:
-            del lives[d]
-        idle = 0 if got_on else idle + 1
-
-    held = {key: value for device in devices for key, value in device.held.items()}
-    kinds = {a.kind for a in actions}
-    for j, i in product(range(n), range(m)):
-        require(held.get(("F", j, i)) == list(range(j + 1)))
-        if ActionKind.BACKWARD in kinds:
-            require(held.get(("B", j, i)) == list(range(j, n))[::-1])
-            require(any((j, i) in device.gradients for device in devices))
-        else:
-            require(kinds == {ActionKind.FORWARD})
-    for j in {a.stage for a in actions if a.kind is ActionKind.UPDATE}:
-        require(any((j, m - 1) in device.updated for device in devices))
-
-
-def is_right(schedule: Schedule, seed: int = 0) -> bool:
-    try:
-        execute(schedule, seed)
-    except Fault:
+    homes = {(action.stage, d) for d, row in enumerate(schedule.rows) for action in row}
+    if len({*actions}) < len(actions) or sorted(j for j, _ in homes) != [*range(n)]:
         return False
-    return True
+    split = {a[1:] for a in actions if a.kind is ActionKind.WEIGHT}
+    values, saved, sent_back, owed, gradients, updated = (set() for _ in range(6))  # of (stage, micro-batch)
+
+    def run(action: Action) -> bool:
+        """Returns False if it cannot run yet."""
+        j, i = here = action.stage, action.micro_batch
+        match action.kind:
+            case ActionKind.FORWARD if j == 0 or (j - 1, i) in values:
+                values.add(here)
+                saved.add(here)
+            case ActionKind.RECOMPUTE if here in saved:
+                pass
+            case ActionKind.BACKWARD if here in saved and (j == n - 1 or (j + 1, i) in sent_back):
+                saved.remove(here)
+                sent_back.add(here)
+                (owed if here in split else gradients).add(here)
+            case ActionKind.WEIGHT if here in owed:
+                owed.remove(here)
+                gradients.add(here)
+            case ActionKind.UPDATE if all((j, h) in gradients for h in range(i + 1)):
+                updated.add(here)
+            case _:
+                return False
+        return True
+
+    left = [[*row] for row in schedule.rows]
+    count = None
+    while count != sum(map(len, left)):
+        count = sum(map(len, left))
+        for row in left:
+            while row and run(row[0]):
+                del row[0]
+    every = {*product(range(n), range(m))}
+    complete = gradients == every if sent_back else {a.kind for a in actions} == {ActionKind.FORWARD}
+    return count == 0 and values == every and complete and all((j, m - 1) in updated for j, _ in updated)
 
 
 def is_valid(schedule: Schedule) -> bool:
@@ -475,7 +384,7 @@ SOME_SCHEDULES = st.one_of(
         st.integers(1, 8),
         st.sampled_from(CHECKPOINTS),
     ),
-    st.sampled_from([parse_schedule(ZERO_BUBBLE), parse_schedule(TWO_STAGES_PER_DEVICE)]),
+    st.just(parse_schedule(ZERO_BUBBLE)),
     st.sampled_from(list(every_shared_schedule())),
     st.builds(make_schedule, st.just("zero_bubble"), st.integers(1, 4), st.integers(1, 6)).flatmap(
         some_backwards_whole
@@ -519,11 +428,11 @@ def mutated(schedule: Schedule, data: st.DataObject) -> Schedule:
 
 
 @settings(max_examples=400, deadline=None)
-@given(SOME_SCHEDULES, st.data(), st.integers(0, 3))
-def test_mutated_schedule_is_accepted_exactly_if_it_still_runs_right(schedule, data, seed):
+@given(SOME_SCHEDULES, st.data())
+def test_mutated_schedule_is_accepted_exactly_if_it_still_runs_right(schedule, data):
     once = mutated(schedule, data)
     twice = mutated(once, data) if data.draw(st.booleans()) and any(once.rows) else once
-    assert is_valid(twice) == is_right(twice, seed), twice
+    assert is_valid(twice) == is_right(twice), twice
 
 
 def shuffled(schedule: Schedule, turns: random.Random) -> Schedule:

@@ -1,7 +1,5 @@
 """Rows of streams: in the order of the papers, with no more versions of weights than they have."""
 
-import math
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -17,10 +15,8 @@ from fxpipe.scheduling import (
     micro_batches_in_flight,
     validate,
 )
-from fxpipe.scheduling.streams import stream_schedule, weight_versions
-from fxpipe.simulation import StageCost, simulate_schedule
+from fxpipe.scheduling.streams import weight_versions
 
-SIZES = ([1] * 9, [2] * 6, [4] * 5, [3, 1, 2, 5, 1])
 NAMES = {WeightPolicy.STASHING: "pipedream", WeightPolicy.DOUBLE_BUFFERING: "pipedream_2bw"}
 
 
@@ -44,15 +40,6 @@ def test_stages_alternate_once_they_are_full():
         "1F0 1F1 1B0 1U0 1F2 1B1 1U1 1F3 1B2 1U2 1F4 1B3 1U3 1B4 1U4",
         "2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 2U2 2F3 2B3 2U3 2F4 2B4 2U4",
     ]
-
-
-def test_what_is_queued_waits_for_nothing_that_is_not():
-    for policy, n, sizes in product(WeightPolicy, (2, 3, 4), SIZES):
-        order, queued = StreamSchedule(n, policy), set()
-        for size in sizes:
-            queued |= {action for row in order.admit(size) for action in row}
-            needs = {need for action in queued for need in dependencies(action, n)}
-            assert {need for need in needs if need.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)} <= queued
 
 
 @pytest.mark.parametrize(
@@ -178,11 +165,13 @@ def test_mini_batches_go_round_and_rounds_cover_all_of_them_once(replicas):
 @pytest.mark.parametrize("policy", WeightPolicy)
 def test_so_many_mini_batches_in_flight_are_enough_for_the_first_of_them_to_end(policy):
     """Who waits for its loss admits no more: its updates are queued then, and all that they wait for."""
-    for replicas, size in each_once([(1, 1, 1), *REPLICAS], (1, 2, 4)):
+    for replicas, size in each_once([*ALONE, *REPLICAS], (1, 2, 4)):
         order, queued = StreamSchedule(len(replicas), policy, None, replicas), set()
         for t in range(20 + order.mini_batches_to_end):
             queued |= {action for row in order.admit(size) for action in row}
             needs = {need for action in queued for need in order.awaited(action)}
+            sooner = {a for a in queued if a.kind is not ActionKind.UPDATE}
+            needs |= {n for a in sooner for n in dependencies(a, len(replicas)) if n.kind is not ActionKind.RECOMPUTE}
             assert needs <= queued
             oldest = t + 1 - order.mini_batches_to_end
             if oldest >= 0:
@@ -203,13 +192,3 @@ def test_three_replicas_and_one_alternate_and_update_once_for_each_round():
         Action(ActionKind.BACKWARD, 0, 4),
     )
     assert schedule.awaited[Action(ActionKind.FORWARD, 0, 9)] == (Action(ActionKind.UPDATE, 0, 2),)
-
-
-def test_no_replica_waits_for_the_update_of_another_while_all_are_at_work():
-    """Balanced stages take as long for each mini-batch with the fences of updates as without them."""
-    for replicas in REPLICAS:
-        count = 12 * math.lcm(*replicas)
-        schedule = stream_schedule("pipedream", len(replicas), 1, count, replicas=replicas)
-        costs = [StageCost(forward=own, backward=2 * own) for own in replicas]
-        free = simulate_schedule(replace(schedule, awaited={}), costs).step_seconds
-        assert simulate_schedule(schedule, costs).step_seconds <= free * 1.001 + 3 * max(replicas)

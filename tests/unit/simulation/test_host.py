@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.cases import each_once
-from helpers.plan_hardware import hardware
 from torch import nn
 
 import fxpipe
-from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError
-from fxpipe.planning.plans.retarget import ACTION_SECONDS, CALL_SECONDS, OPERATION_SECONDS, reckon_host, retarget_plan
+from fxpipe.planning.plans.retarget import ACTION_SECONDS, CALL_SECONDS, OPERATION_SECONDS, reckon_host
 from fxpipe.planning.tuning.candidates import Tuning
 from fxpipe.scheduling import make_schedule
 from fxpipe.simulation import HostCost, Simulation, StageCost, simulate_schedule, transfers_of
@@ -134,15 +132,6 @@ def test_a_plan_whose_python_takes_longer_than_its_kernels_says_so() -> None:
         assert "compile=True" in " ".join(text.split())
     free = replace(plan, packets=tuple(replace(one, handling=0.0) for one in plan.packets))
     assert fxpipe.simulate(free, processes=True).step_seconds < simulation.step_seconds  # but for what messages cost
-
-
-def test_a_plan_whose_kernels_take_longer_is_as_without_a_host() -> None:
-    plan = planned(2048)
-    slow = replace(hardware(Link(1e12)), flops_per_second={"float32": 1e9}, launch=0.0)
-    plan = retarget_plan(plan, slow)
-    free = replace(plan, stages=tuple(replace(stage, host=None) for stage in plan.stages))
-    assert fxpipe.simulate(plan).spans == fxpipe.simulate(free).spans
-    assert "bound by the host" not in str(plan)
 
 
 def test_a_tuner_says_that_the_chosen_way_waits_for_the_host() -> None:

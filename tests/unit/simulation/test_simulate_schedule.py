@@ -6,13 +6,17 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
+from helpers.models import BY_NAME
 from helpers.schedule_cases import any_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fxpipe
 import fxpipe.simulation
 import fxpipe.simulation.costs
 from fxpipe.errors import ArgumentError, ScheduleError
+from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.scheduling import Action, ActionKind, Schedule, make_schedule, parse_schedule
 from fxpipe.simulation import MemoryTimeline, Simulation, Span, StageCost, Transfer, simulate_schedule, transfers_of
 
@@ -276,12 +280,6 @@ def test_transfers_of_a_value():
 
 def test_transfers_are_those_of_the_runtime():
     """Of a program with portals: every way that a value or its gradient goes there is one here, and no other."""
-    import torch
-    from helpers.models import BY_NAME
-
-    import fxpipe
-    from fxpipe.rewriting.program import PIPE_INPUT
-
     case = BY_NAME["unet"]
     args, _ = case.inputs(2)
     with fxpipe.pipeline(case.make(), ["cpu"] * 4, 2, example_args=args) as pipe:
@@ -329,9 +327,6 @@ def test_schedule_that_would_not_run_is_refused():
     rows = ((Action.parse("0B0"), Action.parse("0F0")),)
     with pytest.raises(ScheduleError, match="0B0 stands before 0F0"):
         simulate_schedule(Schedule("mine", 1, 1, rows), [COST])
-
-
-# The drawing
 
 
 @pytest.mark.parametrize("module", [fxpipe.simulation, fxpipe.simulation.costs])

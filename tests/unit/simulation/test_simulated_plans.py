@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,7 @@ from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.data import StagePlan
 from fxpipe.planning.plans.simulate_plan import vary_plan
 from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
-from fxpipe.scheduling import ActionKind, make_schedule, parse_schedule, round_robin
+from fxpipe.scheduling import ActionKind, make_schedule, parse_schedule
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule
 from fxpipe.utils.text_table import bytes_of_limit
 from fxpipe.utils.units import human_bytes
@@ -55,38 +56,6 @@ def test_bubble_rates_of_table_5(p, m, layers, f, b, w, c, one_f, loops, h1, h2)
     spans = chain_of("zero_bubble_2p", p, m, cost, c).spans
     times = [[time for s in spans if s.device == d for time in (s.start, s.end)] for d in range(p)]
     assert round(1 - work / max(of[-1] - of[0] for of in times), 4) == h2
-
-
-@pytest.mark.parametrize("row", [row for row in TABLE_5 if row[0] == 8 and row[1] < 64], ids=str)
-def test_bubble_rates_of_table_5_interleaved(row):
-    """As many stages on a device as it has layers. In the authors' program what comes from the last device to the first
-    one is waited for only by the first micro-batch of a group, in both directions; with that left out, the published
-    rate comes of our order of actions, and with it, the simulator's."""
-    p, m, layers, f, b, w, c, _, published, _, _ = row
-    v, work = layers // p, m * (f + b + w)
-    cost = StageCost(f / v, (b + w) / v, weight=w / v)
-    simulation = chain_of("interleaved_1f1b", p * v, m, cost, c, round_robin(p, v))
-
-    def longest(waits: Any) -> float:
-        """Time of the last end, where an action waits for its neighbour if `waits` says so."""
-        ends, rows, seconds = {}, [list(row) for row in simulation.schedule.rows], {"F": f / v, "B": (b + w) / v}
-        now = [0.0] * p
-        while any(rows):
-            for d, left in enumerate(rows):
-                while left:
-                    kind, j, i = left[0].kind, left[0].stage, left[0].micro_batch
-                    other = j - 1 if kind is ActionKind.FORWARD else j + 1
-                    needs = (kind, other, i) if other in range(p * v) and waits(d, other % p, i) else None
-                    if needs is not None and needs not in ends:
-                        break
-                    now[d] = max(now[d], ends[needs] + c if needs else 0.0) + seconds[str(kind)]
-                    ends[kind, j, i] = now[d]
-                    left.pop(0)
-        return max(now)
-
-    assert longest(lambda d, other, i: True) == pytest.approx(simulation.step_seconds)
-    loops_only_at_first = longest(lambda d, other, i: {d, other} != {0, p - 1} or i % p == 0)
-    assert round(1 - work / loops_only_at_first, 4) == published
 
 
 # -- plans of equal stages: closed forms -------------------------------------------------------------------------------
@@ -145,18 +114,22 @@ def test_parts_of_memory_over_time() -> None:
     assert memory.peak == 141
 
 
-def test_what_takes_all_of_its_limit_fits() -> None:
+def limited(limits: Sequence[int | None]) -> Plan:
     plan = planned()
-    peaks = [memory.peak for memory in fxpipe.simulate(plan).memory]
+    return replace(
+        plan, stages=tuple(replace(s, memory_limit=limit) for s, limit in zip(plan.stages, limits, strict=True))
+    )
+
+
+def test_what_takes_all_of_its_limit_fits() -> None:
+    peaks = [memory.peak for memory in fxpipe.simulate(planned()).memory]
     for less, fits in ((0, True), (1, False)):
-        stages = tuple(replace(s, memory_limit=k - less) for s, k in zip(plan.stages, peaks, strict=True))
-        assert fxpipe.simulate(replace(plan, stages=stages)).fits == (fits,) * 4
+        assert fxpipe.simulate(limited([peak - less for peak in peaks])).fits == (fits,) * 4
 
 
 def test_a_plan_says_which_device_lacks_how_much() -> None:
-    plan = planned()
     limits = [10_000_000, 9_000, 10_000_000, 10_000_000]
-    small = replace(plan, stages=tuple(replace(s, memory_limit=k) for s, k in zip(plan.stages, limits, strict=True)))
+    small = limited(limits)
     peaks = [memory.peak for memory in fxpipe.simulate(small).memory]
     assert small.fits == (True, False, True, True)
     assert not small.fits
@@ -166,12 +139,12 @@ def test_a_plan_says_which_device_lacks_how_much() -> None:
     assert over in " ".join(str(small).split())
     assert copy.deepcopy(small.fits).needs == pickle.loads(pickle.dumps(small.fits)).needs == tuple(peaks)
 
-    roomy = replace(plan, stages=tuple(replace(s, memory_limit=10**7) for s in plan.stages))
+    roomy = limited([10**7] * 4)
     fullest = max(range(4), key=peaks.__getitem__)
     assert roomy.fits
     assert f"\nfits: device {fullest} needs {bytes_of_limit(peaks[fullest], 10**7)}" in str(roomy)
 
-    unknown = replace(plan, stages=tuple(replace(s, memory_limit=None) for s in plan.stages))
+    unknown = limited([None] * 4)
     assert unknown.fits == (None,) * 4
     assert unknown.fits, "no device is known to lack memory"
     assert "fits" not in str(unknown)
