@@ -65,8 +65,15 @@ def with_known_seconds(loss: float, count: int = 8) -> tuple[nn.Module, torch.Te
     return model, x, replace(measured, nodes=even, loss=of_loss)
 
 
-def test_a_profile_knows_what_the_loss_takes():
-    costs = profiled(lambda out, t: Waits.apply(F.cross_entropy(out, t)))  # longer than a call of autograd by itself
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda out, t: Waits.apply(F.cross_entropy(out, t)),  # longer than a call of autograd by itself
+        lambda out, t: (Waits.apply(F.cross_entropy(out, t, reduction="sum")), len(t)),
+    ],
+)
+def test_a_profile_knows_what_the_loss_takes(loss_fn):
+    costs = profiled(loss_fn)
     assert costs.loss is not None
     assert costs.loss.forward.at(4) > 0
     assert costs.loss.backward.at(4) > 0
@@ -85,12 +92,6 @@ def test_a_loss_without_a_target_takes_the_output_alone():
     x, _ = batch()
     costs = fxpipe.profile(trace(layers(), (x,)), (x,), loss_fn=lambda out: out.square().mean())
     assert costs.loss is not None
-
-
-def test_a_loss_that_returns_total_and_weight_is_costed():
-    costs = profiled(lambda out, t: (F.cross_entropy(out, t, reduction="sum"), len(t)))
-    assert costs.loss is not None
-    assert costs.loss.forward.at(4) > 0
 
 
 # -- nothing is changed by it ------------------------------------------------------------------------------------------

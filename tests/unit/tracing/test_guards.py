@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers.layered import Layered
 from helpers.oracle import assert_step, closing
+from helpers.traced_models import Forward
 from torch import nn
 
 import fxpipe
@@ -22,19 +23,13 @@ from fxpipe.tracing import trace
 from fxpipe.tracing.node_info import info
 
 
-class Reading(nn.Module):
+def make_reading(between: Any, **held: Any) -> nn.Module:
     """Two layers, and what is to be tested between them."""
 
-    def __init__(self, between: Any, **held: Any):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.between = between
-        for name, value in held.items():
-            is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-            self.register_buffer(name, value) if is_buffer else setattr(self, name, value)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.second(m.between(m, m.lin(x), x))
 
-    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> Any:
-        return self.second(self.between(self, self.first(x), x, *more))
+    return Forward(forward, second=nn.Linear(6, 6), between=between, **held)
 
 
 def graphs(pipe: fxpipe.Pipeline) -> int:
@@ -94,7 +89,7 @@ def _without_gradients(h, x):
 @pytest.mark.parametrize("name", READS)
 def test_reads_of_inputs(name):
     between, text = READS[name]
-    model = Reading(between)
+    model = make_reading(between)
     plain = copy.deepcopy(model)
     with pipe_of(model) as pipe, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -110,7 +105,7 @@ def test_reads_of_inputs(name):
 
 @pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "never"), ("gpipe", "always")])
 def test_each_answer_is_a_graph_and_is_kept(schedule, checkpoint):
-    model = Reading(lambda m, h, x: h.relu() if (x > 0).all() else h.tanh())
+    model = make_reading(lambda m, h, x: h.relu() if (x > 0).all() else h.tanh())
     plain = copy.deepcopy(model)
     with pipe_of(model, schedule=schedule, checkpoint=checkpoint) as pipe:
         counts = []
@@ -130,7 +125,7 @@ def test_reads_of_sizes_and_constants_are_no_guards():
             return h * scale * m.table[0][1].item()
         return h
 
-    model = Reading(between, table=[table])
+    model = make_reading(between, table=[table])
     plain = copy.deepcopy(model)
     with pipe_of(model) as pipe:
         for x in (positive(), mixed_signs(5)):
@@ -140,7 +135,7 @@ def test_reads_of_sizes_and_constants_are_no_guards():
 
 
 def test_a_read_that_depends_on_the_batch_size_is_asked_for_the_whole_batch():
-    model = Reading(lambda m, h, x: h * 2 if x.sum() / x.shape[0] > 8 else h)
+    model = make_reading(lambda m, h, x: h * 2 if x.sum() / x.shape[0] > 8 else h)
     plain = copy.deepcopy(model)
     with pipe_of(model) as pipe:
         for x in (positive(8), positive(8) * 9, positive(5), positive(6) * 9):
@@ -157,7 +152,7 @@ def test_the_first_answer_that_differs_ends_the_questions():
             return h
         return h * 2 if x[:, :width].reshape(-1, 3, 2).sum() > 0 else h
 
-    model = Reading(between)
+    model = make_reading(between)
     plain = copy.deepcopy(model)
     narrow = positive()
     narrow[0, 0] = -1
@@ -397,7 +392,7 @@ def test_layer_drop_decides_once_for_a_step_and_by_chance():
 
 
 def test_guards_are_in_the_plan_and_on_disk(tmp_path):
-    model = Reading(lambda m, h, x: h.relu() if (x > 0).all() else h)
+    model = make_reading(lambda m, h, x: h.relu() if (x > 0).all() else h)
     with pipe_of(model, example_args=(positive(),)) as pipe:
         (guard,) = pipe.plan.guards
         line = model.between.__code__.co_firstlineno
@@ -410,7 +405,7 @@ def test_guards_are_in_the_plan_and_on_disk(tmp_path):
 
 
 def test_reads_that_change_in_each_step_are_warned_of_once():
-    model = Reading(lambda m, h, x: h * x.sum().item())
+    model = make_reading(lambda m, h, x: h * x.sum().item())
     plain = copy.deepcopy(model)
     line = model.between.__code__.co_firstlineno
     with pipe_of(model) as pipe, warnings.catch_warnings(record=True) as caught:
@@ -419,7 +414,7 @@ def test_reads_that_change_in_each_step_are_warned_of_once():
             assert_step(pipe, plain, mixed_signs())
             assert len(caught) == (step >= 8)
     (text,) = {str(w.message) for w in caught}
-    assert "9 graphs of Reading differ only in values that forward has read (item of sum_1 at " in text
+    assert "9 graphs of Forward differ only in values that forward has read (item of sum_1 at " in text
     assert f"test_guards.py:{line}" in text
     assert "leaf_modules=" in text
 
@@ -455,7 +450,7 @@ def test_other_threads_run_modules_and_draw_while_a_model_is_recorded():
 
 def test_a_guard_that_cannot_be_asked_does_not_hold():
     """For such inputs the graph is another one, or the model itself says what is wrong with them."""
-    model = Reading(lambda _, h, x: h * 2 if x[5].sum() > 0 else h - 1)
+    model = make_reading(lambda _, h, x: h * 2 if x[5].sum() > 0 else h - 1)
     x = torch.ones(8, 6)
     traced = trace(model, (x,))
     assert traced.guards.guards

@@ -161,14 +161,6 @@ def test_nothing_runs_again_and_nothing_is_registered():
     assert pytree.tree_leaves(plain) == [plain]
 
 
-def test_paths_are_as_one_would_write_them():
-    paths, _ = trees.flatten_with_paths([Frozen(1, [2]), {"x": Slots(3)}, Output(logits=4)])
-    assert ["".join(map(str, path)) for path, _ in paths] == [
-        "[0].a", "[0].rest[0]", "[0].extra['of']", "[1]['x'].a", "[1]['x'].b", "[2]['logits']", "[2].loss",
-        "[2].logits",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("make", [list, dict, lambda: Plain(T), Output])
 def test_what_holds_itself_is_refused(make):
     tree = make()

@@ -115,14 +115,6 @@ def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
     assert held == [3, 4, 5, 6]
 
 
-def test_what_depends_on_a_size_that_was_not_recorded():
-    """`min(len(x), 8)` looks like the batch size in small batches."""
-    model = make_model(lambda m, x: m.out(m.lin(x)[:, :1] + torch.zeros(1, min(len(x), 8), 1)).sum(1))
-    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=1, example_args=(torch.randn(4, T, 6),), out_dims=0) as pipe:
-        for size in (4, 5, 7, 8, 9, 20):
-            compare(pipe, torch.randn(size, T, 6))
-
-
 # -- inputs ----------------------------------------------------------------------------------------------------------
 
 
@@ -220,13 +212,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda m, x: m.lin(x[x > 0].new_zeros(count(x[x > -9]) // 24, T, 6)), TraceError,
         "size that depends on the values of tensors",
     ),
-    "a branch that micro-batches would take otherwise": (
-        lambda m, x: m.lin(x) * max(x.shape[0], 3), TraceError,
-        r"goes by the batch size .*: b >= 3 .* not for micro-batches of 2, .*use chunks=1, batches for which",
-    ),
-    "parts by number": (
-        lambda m, x: torch.cat([m.lin(y) for y in x.split(len(x) // 2 + 1)]), TraceError, "other functions with",
-    ),
 }  # fmt: skip
 
 
@@ -302,7 +287,3 @@ def test_other_numbers_have_no_formula(number):
     assert simplest_formula([(b, number(b)) for b in (4, 2, 3, 5)]) is None
 
 
-def test_the_batch_size_as_an_output_is_that_of_the_mini_batch():
-    model, x = make_model(lambda m, x: (m.lin(x), len(x))), torch.randn(5, 6)
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 2) as pipe:
-        assert pipe(x)[1] == 5

@@ -92,14 +92,8 @@ def test_a_recording_that_is_not_compared_keeps_no_activations(make, is_grad_ena
     assert seen.most < DEPTH // 2, "however deep: those of the samples that are compared come in several parts"
 
 
-class Through(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.function = function
-
-    def forward(self, x):
-        return self.second(self.function(self.first(x)))
+def make_model(function):
+    return Forward(lambda m, x: m.second(function(m.lin(x))), second=nn.Linear(6, 6))
 
 
 def with_hooks(h):
@@ -123,7 +117,7 @@ def without_hooks(h):
     ids=["hooks", "no hooks", "checkpoint", "torch.func"],
 )
 def test_what_needs_saved_tensors_has_them(function):
-    model, x = Through(function), torch.randn(BATCH, 6)
+    model, x = make_model(function), torch.randn(BATCH, 6)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
         assert_step(pipe, copy.deepcopy(model), x)
 
@@ -159,7 +153,7 @@ def disguised(h):
 @pytest.mark.parametrize("function", [lambda h: Inner.apply(h), fxpipe.leaf(disguised)])
 def test_a_function_that_goes_back_itself_has_what_is_saved(function):
     torch.manual_seed(0)
-    model, x = Through(function), torch.randn(BATCH, 6)
+    model, x = make_model(function), torch.randn(BATCH, 6)
     assert fxpipe.trace(model, (x,), tracer="record").why == (), "no other way was taken, and nothing is kept whole"
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
         assert torch.allclose(pipe(x), model(x))
@@ -194,5 +188,5 @@ def test_writing_to_a_sparse_tensor_is_seen():
 
 
 def test_what_names_tensors_leaves_no_node():
-    traced = fxpipe.trace(Through(lambda h: sparse(h).to_dense()), (torch.randn(BATCH, 6),))
-    assert [node.name for node in traced.nodes] == ["first", "sparse", "sparse_0", "to_dense", "second"]
+    traced = fxpipe.trace(make_model(lambda h: sparse(h).to_dense()), (torch.randn(BATCH, 6),))
+    assert [node.name for node in traced.nodes] == ["lin", "sparse", "sparse_0", "to_dense", "second"]

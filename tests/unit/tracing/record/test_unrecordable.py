@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.traced_models import Forward, x
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -30,20 +31,6 @@ from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.traced import Traced
 
 
-class Inner(nn.Module):
-    """The refused code runs in a module of its own, so that messages can name it."""
-
-    def __init__(self, forward: Any, **held: Any):
-        super().__init__()
-        self.lin = nn.Linear(6, 6)
-        self.function = forward
-        for name, value in held.items():
-            self.register_buffer(name, value) if isinstance(value, torch.Tensor) else setattr(self, name, value)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(self, x)
-
-
 class Outer(nn.Module):
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -51,10 +38,6 @@ class Outer(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.inner(x)
-
-
-def x() -> torch.Tensor:
-    return torch.randn(4, 6)
 
 
 def recorded(model: nn.Module, *args: Any) -> Traced:
@@ -66,7 +49,7 @@ def recorded(model: nn.Module, *args: Any) -> Traced:
 
 def refusal(forward: Any, **held: Any) -> CannotRecord:
     with pytest.raises(CannotRecord) as caught:
-        recorded(Outer(Inner(forward, **held)), x())
+        recorded(Outer(Forward(forward, **held)), x())
     return caught.value
 
 
@@ -252,7 +235,7 @@ def test_state_that_a_graph_cannot_carry(name):
     if "random numbers" in message:
         assert error.modules == {"inner"}
         return
-    model = Outer(Inner(forward, **held))
+    model = Outer(Forward(forward, **held))
     if name in ("new attribute", "private dict"):  # which the first call makes, and no later one changes
         assert trace(model, (x(),)).tracer == "record"
         assert getattr(model.inner, "size", 6) == 6
@@ -264,7 +247,7 @@ def test_state_that_a_graph_cannot_carry(name):
 
 
 def test_attribute_set_to_what_it_was_is_no_change():
-    trace(Inner(lambda m, x: _set(m, width=x.shape[1], on=True) + m.lin(x), width=6, on=True), (x(),))
+    trace(Forward(lambda m, x: _set(m, width=x.shape[1], on=True) + m.lin(x), width=6, on=True), (x(),))
 
 
 def test_embedding_that_scales_its_weight_is_refused():
@@ -323,27 +306,15 @@ def test_everything_that_is_wrong_is_said_at_once():
 # -- inputs and outputs ----------------------------------------------------------------------------------------------
 
 
-class Cache:
-    def __init__(self, tensor):
-        self.layers = [{"key": tensor}]
-
-
 def test_unknown_containers():
-    with pytest.raises(ArgumentError, match=r"input args.* is a Cache that holds tensors.*register_pytree_node"):
-        trace(_Star(), (Cache(x()),))
     for holder in (lambda y: {y}, lambda y: lambda: y, lambda y: functools.partial(torch.add, y), lambda y: y.relu):
         with pytest.raises(TraceError, match=r"that holds tensors.*register_pytree_node"):
-            record(Outer(Inner(lambda m, x, holder=holder: (m.lin(x), holder(m.lin(x))))), (x(),), {})
-
-
-class _Star(nn.Module):
-    def forward(self, *args):
-        return args[0].tensor
+            record(Outer(Forward(lambda m, x, holder=holder: (m.lin(x), holder(m.lin(x))))), (x(),), {})
 
 
 def test_sparse_inputs_are_refused():
-    with pytest.raises(ArgumentError, match=r"input x has the layout torch.sparse_coo.*to_dense"):
-        trace(Inner(lambda m, x: torch.sparse.mm(x, m.lin.weight)), (x().to_sparse(),))
+    with pytest.raises(ArgumentError, match=r"input args.* has the layout torch.sparse_coo.*to_dense"):
+        trace(Forward(lambda m, x: torch.sparse.mm(x, m.lin.weight)), (x().to_sparse(),))
 
 
 class OwnError(Exception):
@@ -356,7 +327,7 @@ def _raise(m, x):
 
 def test_what_the_model_raises_itself_gets_a_note():
     with pytest.raises(OwnError) as caught:
-        trace(Outer(Inner(_raise)), (x(),))
+        trace(Outer(Forward(_raise)), (x(),))
     assert not isinstance(caught.value, FxpipeError)
     assert "fxpipe: the model raised this in module 'inner' when it was run on the inputs to trace it" in (
         caught.value.__notes__
@@ -369,7 +340,7 @@ def test_interrupt_passes_and_leaves_no_patch():
 
     before = nn.Module.__call__
     with pytest.raises(KeyboardInterrupt):
-        trace(Inner(interrupted), (x(),))
+        trace(Forward(interrupted), (x(),))
     assert nn.Module.__call__ is before
     trace(nn.Linear(6, 6), (x(),))
 
@@ -382,10 +353,10 @@ def test_the_error_names_the_module():
         return _elsewhere_with_grad * torch.vmap(m.lin)(x)
 
     with pytest.raises(TraceError) as caught:
-        trace(Outer(Inner(forward)), (x(),))
+        trace(Outer(Forward(forward)), (x(),))
     said = str(caught.value)
     assert "the model in module 'inner' runs vmap, kept whole, which uses 'inner.lin.bias'" in said
-    assert "further on: the model in module 'inner' runs Inner, kept whole, which uses a tensor of its own" in said
+    assert "further on: the model in module 'inner' runs Forward, kept whole, which uses a tensor of its own" in said
     assert _names_line_of(forward, said)
 
 
@@ -402,4 +373,4 @@ def test_a_class_that_forward_defines_is_told(kind):
         return dataclasses.make_dataclass("Out", ["h", "y"])(x, m.lin(x))
 
     with pytest.raises(TraceError, match=r"returns a Out, a class that forward defines anew.*define it outside"):
-        trace(Inner(forward), (x(),), chunks=2)
+        trace(Forward(forward), (x(),), chunks=2)

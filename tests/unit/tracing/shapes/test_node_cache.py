@@ -47,13 +47,6 @@ class Blocks(nn.Module):
         return x
 
 
-def test_equal_blocks_are_run_once(runs):
-    trace(Blocks(1), (torch.randn(4, 6),))
-    first = len(runs)
-    trace(Blocks(20), (torch.randn(4, 6),))
-    assert len(runs) == 2 * first
-
-
 class Masked(Blocks):
     """Two inputs, whose batch symbols turn out to be equal where they meet."""
 
@@ -61,11 +54,12 @@ class Masked(Blocks):
         return super().forward(x * mask)
 
 
-def test_equal_blocks_are_run_once_where_two_inputs_have_met(runs):
-    inputs = torch.randn(4, 6), torch.randn(4, 1)
-    trace(Masked(1), inputs)
+@pytest.mark.parametrize(("kind", "inputs"), [(Blocks, [(4, 6)]), (Masked, [(4, 6), (4, 1)])])
+def test_equal_blocks_are_run_once(runs, kind, inputs):
+    inputs = tuple(map(torch.randn, inputs))
+    trace(kind(1), inputs)
     first = len(runs)
-    trace(Masked(20), inputs)
+    trace(kind(20), inputs)
     assert len(runs) == 2 * first
 
 
