@@ -173,17 +173,6 @@ def test_what_the_drop_in_recomputes_is_what_it_computed():
     _compare_modes(Watched(lambda: copy.deepcopy(nn.Sequential(*parts))), one_pass=False)
 
 
-@pytest.mark.parametrize("one_pass", [True, False], ids=["forward_backward", "drop-in"])
-def test_the_callers_autocast_holds_when_recomputing(one_pass):
-    start = Watched(lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.GELU(), nn.Linear(8, 5)))
-    with torch.autocast("cpu", torch.bfloat16):
-        _compare_modes(start, one_pass)
-    assert {seen.dtype for seen in start.watch.seen.values()} == {torch.bfloat16}
-
-
-# -- torch.func --------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_forgotten_is_gone_and_what_is_kept_is_there():
     x = torch.randn(4, requires_grad=True)
     with NoSavedTensors():

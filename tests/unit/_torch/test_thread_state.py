@@ -22,7 +22,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import fxpipe
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
@@ -135,9 +134,6 @@ def test_context_variables_are_the_callers(look):
             pipe(_x())
             WORD.reset(token)
             assert found() == [word, word]
-
-
-# -- hooks for saved tensors -----------------------------------------------------------------------------------------
 
 
 def _packed(run):
@@ -260,9 +256,6 @@ def test_where_there_is_a_mode_one_action_runs_at_a_time():
         pipe.forward_backward(_x(), target=torch.ones(4, 2), loss_fn=F.mse_loss)
     assert mode.threads >= {"fxpipe-0-cpu", "fxpipe-1-cpu"}
     assert not mode.intruded
-
-
-# -- where a pipe cannot run -----------------------------------------------------------------------------------------
 
 
 def _in_fake_tensors(pipe):

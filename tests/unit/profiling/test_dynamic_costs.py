@@ -154,9 +154,6 @@ def test_other_sizes_are_rounded_as_the_one_of_the_example() -> None:
     assert all(size % 4 == 0 for size in looked_at)
 
 
-# -- seconds -----------------------------------------------------------------------------------------------------------
-
-
 def test_seconds_grow_with_the_work_on_the_line_that_was_seen() -> None:
     here = SizePoint(4, (("s", 10),))
     work = Polynomial.of({(("b", 1), ("s", 2)): 6})
@@ -165,9 +162,6 @@ def test_seconds_grow_with_the_work_on_the_line_that_was_seen() -> None:
     assert fit_growth(seen, here, work).value({"b": 8, "s": 10}) == pytest.approx(8.0)
     assert fit_growth({here: 5.0}, here, work).value(here.values) == pytest.approx(5.0)
     assert not fit_growth(seen | {SizePoint(2, (("s", 10),)): 9.0, SizePoint(4, (("s", 5),)): 9.0}, here, work)
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_profile_with_sizes_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -270,9 +270,6 @@ def test_a_pipe_does_not_keep_the_example_target(chunks):
         pipe.forward_backward(larger, loss_fn=F.cross_entropy, target=target)
 
 
-# -- what steps tell ---------------------------------------------------------------------------------------------------
-
-
 def test_a_step_tells_what_the_loss_took():
     x, t = batch()
     with_loss = {"loss_fn": F.cross_entropy, "target": t}

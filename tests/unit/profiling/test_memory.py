@@ -16,10 +16,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.profiling.formulas import output_bytes
-from fxpipe.profiling.memory import GraphCounts, larger_formula, working_bytes_of
+from fxpipe.profiling.memory import GraphCounts
 from fxpipe.profiling.probe import OperationCounter
 from fxpipe.profiling.profile_data import NodeCost
-from fxpipe.profiling.saved_storages import ObservedStorage, StorageLabel
 from fxpipe.tracing import Traced, trace
 from fxpipe.tracing.node_info import info
 
@@ -122,9 +121,6 @@ def test_another_kernel_for_another_size_is_right_for_the_micro_batch() -> None:
         assert number(nodes["Uneven"].saved_bytes, traced, samples) == 400 * times
 
 
-# -- memory for a moment -----------------------------------------------------------------------------------------------
-
-
 def test_temporaries_are_what_is_gone_when_a_node_has_run() -> None:
     class Steps(torch.autograd.Function):
         @staticmethod
@@ -148,25 +144,6 @@ def test_temporaries_are_what_is_gone_when_a_node_has_run() -> None:
     b, node = steps(2)
     # Back: 12 floats beside the 4 of the gradient that it returns, and gradients of 4 for input and output.
     assert node.working_bytes == (12 + 4 + 4) * 4 * b
-
-
-def test_working_is_what_is_not_kept_and_the_gradients() -> None:
-    four = sympy.Integer(4)
-    label = StorageLabel(torch.fx.Graph().placeholder("x"), 0)
-    storages = (
-        (ObservedStorage(label, 0, 0, [], [1], {1, 2}, True), 8 * b),  # made by 0, read by 1 and 2, kept from 1 on
-        (ObservedStorage(label, 0, 1, [], [], {2}, True), 16 * b),
-        (ObservedStorage(label, 0, 2, [], [], {3}, False), 32 * b),  # the model's output
-        (ObservedStorage(label, 0, -1, [], [0], {0}, True), 64 * b),
-    )
-    temporaries = ((four, 0 * four), (four, four), (100 * four, four))
-    # 0 forward: 8 b and its temporary; back: 8 b and the input's 64 b.
-    # 1 forward: 16 b, since 8 b are kept; back: 24 b.
-    # 2 forward: 48 b and its temporary; back: 24 b.
-    assert working_bytes_of(storages, temporaries, b, 4) == (72 * b + 4, 24 * b + 4, 48 * b + 400)
-    assert larger_formula(8 * b + 1, 3 * b + 7, b, 1) == 8 * b + 7
-    assert larger_formula(8 * (b // 2), 3 * b, b, 2) == 8 * (b // 2)
-    assert larger_formula(8 * (b // 2), 3 * b, b, 1) == 3 * b
 
 
 # -- what is saved, by hand --------------------------------------------------------------------------------------------
@@ -245,9 +222,6 @@ def test_functions_that_allow_no_hooks_say_themselves_what_they_keep() -> None:
     assert whole in kept
 
 
-# -- formulas hold elsewhere -------------------------------------------------------------------------------------------
-
-
 def test_a_graph_for_some_sizes_is_looked_at_with_these() -> None:
     x = torch.randn(4, 4)
     traced = trace(Of(lambda m, x: (m.linear(x) + torch.zeros(int(f"{len(x)}"), 4)).exp()), (x,), chunks=2)
@@ -271,9 +245,6 @@ def test_models_without_values_are_counted_alike() -> None:
     fake = count_of(model, x.to("meta"))[1]
     assert [*fake.nodes.values()] == [*real.nodes.values()]
     assert fake.saved == real.saved
-
-
-# -- no trace ----------------------------------------------------------------------------------------------------------
 
 
 def test_activations_are_not_held() -> None:

@@ -91,9 +91,6 @@ def test_contiguous_is_free_only_where_it_does_not_copy() -> None:
     assert [n.output_bytes for n in costs.nodes] == [0, 0, 48 * costs.batch]
 
 
-# -- seconds ---------------------------------------------------------------------------------------------------------
-
-
 def test_equal_blocks_have_equal_seconds() -> None:
     model = nn.Sequential(*(Block(16, 2, 0.1) for _ in range(4)))
     costs = profiled(model, torch.randn(2, 8, 16).requires_grad_())
@@ -400,20 +397,6 @@ def test_seconds_of_a_model_that_torch_can_only_evaluate_are_estimated() -> None
     assert costs["written_in_place"].backward.at(3) == 0
 
 
-def test_hooks_of_tensors_do_not_fire() -> None:
-    fired: list[str] = []
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    x = torch.randn(2, 4).requires_grad_()
-    traced = trace(model, (x,))
-    for name, tensor in (*model.named_parameters(), ("x", x)):
-        tensor.register_hook(lambda gradient, name=name: fired.append(name))
-        tensor.register_post_accumulate_grad_hook(lambda tensor, name=name: fired.append(name))
-    profile(traced, (x,))
-    assert fired == []
-    model(x).sum().backward()
-    assert len(fired) == 2 * 5
-
-
 def test_in_place_nodes_leave_later_nodes_the_values_of_the_model() -> None:
     """A wrong value on the way would be out of the table's range, which raises."""
 
@@ -534,9 +517,6 @@ def test_a_long_node_runs_forward_once() -> None:
     assert [m.forward_seconds for m in found] == [1, 1, 1]
     assert [(m.backward_seconds, m.weight_seconds) for m in found] == [(1, 1), (1, 0), (1, 0)]
     assert forwards == {norm.name: 1}
-
-
-# -- what waits ------------------------------------------------------------------------------------------------------
 
 
 @fxpipe.leaf

@@ -23,8 +23,6 @@ from fxpipe.utils.polynomial import Polynomial
 
 b = sympy.Symbol("b", integer=True, positive=True)
 
-# -- round trips -----------------------------------------------------------------------------------------------------
-
 seconds = st.builds(Seconds, st.floats(0, 1e6), st.floats(0, 1e6))
 sizes = st.lists(st.integers(0, 10**15), max_size=3).map(lambda found: Polynomial.in_b(*found).formula)
 names = st.text(max_size=10)

@@ -21,8 +21,6 @@ from fxpipe.profiling.saved_storages import ValuesNeededError, observe_storages
 from fxpipe.rewriting.cut_points import forbidden_cuts
 from fxpipe.tracing import Traced, trace
 
-# -- the oracle --------------------------------------------------------------------------------------------------------
-
 
 def some_cuts(traced: Traced, cuts: int = 4) -> list[tuple[int, ...]]:
     """No cut, and random ones: 2 to 4 stages."""
@@ -196,17 +194,6 @@ def test_stages_of_models_save_what_is_said(name: str) -> None:
 
 def test_two_inputs_and_a_shared_module() -> None:
     assert_exact(TwoBranch(), torch.randn(8, 6), kwargs={"other": torch.randn(8, 6)})
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_gpt2_of_transformers(attention: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1
-    )
-    config._attn_implementation = attention
-    model = transformers.GPT2LMHeadModel(config)
-    assert_exact(model, kwargs={"input_ids": torch.randint(1, 50, (8, 6)), "use_cache": False}, sizes=(1, 3))
 
 
 def test_a_node_that_saves_a_storage_twice_saves_it_once():

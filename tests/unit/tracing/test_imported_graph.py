@@ -249,23 +249,13 @@ class Model(Forward):
         return self.function(self, x)
 
 
+def after(effect: Any, value: torch.Tensor) -> torch.Tensor:
+    """The value, computed after the effect."""
+    return value
+
+
 def _lot_of_numpy(m: Any, a: torch.Tensor) -> torch.Tensor:
     return m.lin(a) if np.random.normal() < 0.5 else m.lin(a) * 2
-
-
-def _freeze(m: Any, a: torch.Tensor) -> torch.Tensor:
-    m.lin.requires_grad_(False)
-    return m.lin(a)
-
-
-def _ask_buffer(m: Any, a: torch.Tensor) -> torch.Tensor:
-    m.mean.requires_grad_()
-    return m.lin(a) + m.mean
-
-
-def _set_parameter(m: Any, a: torch.Tensor) -> torch.Tensor:
-    m.weight = m.lin.weight
-    return m.lin(a)
 
 
 def _set_to_tied(m: Any, a: torch.Tensor) -> torch.Tensor:
@@ -279,26 +269,9 @@ def _write_tied(m: Any, a: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _default_dtype(m: Any, a: torch.Tensor) -> torch.Tensor:
+def _set_default_dtype(m: Any, a: torch.Tensor) -> torch.Tensor:
     y = m.lin(a)
     torch.set_default_dtype(torch.float64)
-    return y
-
-
-def _backward(m: Any, a: torch.Tensor) -> torch.Tensor:
-    m.lin(a).sum().backward()
-    return m.lin(a)
-
-
-def _hook(m: Any, a: torch.Tensor) -> torch.Tensor:
-    y = m.lin(a)
-    y.register_hook(lambda gradient: None)
-    return y
-
-
-def _retain(m: Any, a: torch.Tensor) -> torch.Tensor:
-    y = m.lin(a)
-    y.retain_grad()
     return y
 
 
@@ -317,24 +290,39 @@ def _frozen_generator(m: Any, a: torch.Tensor) -> torch.Tensor:
 
 
 LOST: dict[str, tuple[Any, str]] = {
-    "backward": (_backward, r"runs backward.*outside forward"),
-    "hook on a tensor": (_hook, r"puts a hook on a tensor at .*\.py:\d+; do so outside|argument of type"),
-    "retain_grad": (_retain, r"keeps the gradient of a tensor at .*\.py:\d+; do so outside forward"),
+    "backward": (lambda m, a: after(m.lin(a).sum().backward(), m.lin(a)), r"runs backward.*outside forward"),
+    "hook on a tensor": (
+        lambda m, a: after(m.lin(a).register_hook(lambda gradient: None), m.lin(a)),
+        r"puts a hook on a tensor at .*\.py:\d+; do so outside|argument of type",
+    ),
+    "retain_grad": (
+        lambda m, a: after(m.lin(a).retain_grad(), m.lin(a)),
+        r"keeps the gradient of a tensor at .*\.py:\d+; do so outside forward",
+    ),
     "generator": (
         lambda m, a: m.lin(a) + torch.rand(6, generator=_generator),
         "a random generator of its own.*leave out",
     ),
     "generator, before the graph": (_frozen_generator, "a random generator of its own.*leave out"),
     "tensor that requires grad": (lambda m, a: m.lin(a) * _elsewhere, r"a tensor that requires grad.*nn\.Parameter"),
-    "gradients switched off": (_freeze, r"gradients of 'lin\.weight'|switches off gradients"),
-    "gradients of a buffer": (_ask_buffer, "gradients of 'mean'|starts to ask for gradients"),
-    "parameter set": (_set_parameter, "sets the parameter 'weight'; set parameters outside forward"),
+    "gradients switched off": (
+        lambda m, a: after(m.lin.requires_grad_(False), m.lin(a)),
+        r"gradients of 'lin\.weight'|switches off gradients",
+    ),
+    "gradients of a buffer": (
+        lambda m, a: after(m.mean.requires_grad_(), m.lin(a) + m.mean),
+        "gradients of 'mean'|starts to ask for gradients",
+    ),
+    "parameter set": (
+        lambda m, a: after(setattr(m, "weight", m.lin.weight), m.lin(a)),
+        "sets the parameter 'weight'; set parameters outside forward",
+    ),
     "buffer set to what requires grad": (
         _set_to_tied,
         "(sets|writes into) 'mean' .*tensor that requires grad.*detach it",
     ),
     "what requires grad in a buffer": (_write_tied, "writes into 'mean' a tensor that requires grad.*detach it"),
-    "default dtype": (_default_dtype, r"default dtype.*pass dtype="),
+    "default dtype": (_set_default_dtype, r"default dtype.*pass dtype="),
     "python's random numbers": (lambda m, a: m.lin(a) * random.gauss(), "Python's or numpy's random .*leaf_modules"),
     "numpy's random numbers": (lambda m, a: m.lin(a) * float(np.random.normal()), "Python's or numpy's random numbers"),
     "a decision by lot of numpy's": (_lot_of_numpy, "Python's or numpy's random numbers"),

@@ -103,9 +103,6 @@ def test_an_input_that_only_an_unused_value_mixes_with_others(reads: bool, asked
             assert_step(pipe, plain, given, ids)
 
 
-# -- the pipeline, whichever way it was ------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """A weight of two names, a skip, a part without gradients, a buffer, a module that nobody calls."""
 
@@ -187,9 +184,6 @@ def test_a_number_read_of_a_trained_parameter_is_that_of_the_step(name: str) -> 
         train_both(pipe, plain, 3)
 
 
-# -- without the comparison ------------------------------------------------------------------------------------------
-
-
 def one_more(model: nn.Module) -> fx.GraphModule:
     """A graph that is wrong by a constant, which no gradient shows."""
     module = fx.symbolic_trace(model)
@@ -260,12 +254,9 @@ def test_a_leaf_function_around_what_draws_makes_the_graph_finer() -> None:
 @pytest.mark.parametrize(
     ("tracer", "error", "said"),
     [
-        ("export", ArgumentError, "tracer='export' is unknown"),
         ("fx", ArgumentError, "tracer='fx' is unknown"),
-        ("auto", ArgumentError, "tracer='auto' is unknown"),
         (3, ArgumentTypeError, "tracer is an int"),
         (fx.Tracer, ArgumentTypeError, "tracer is a torch.fx.Tracer"),
-        (fx.Tracer(), ArgumentTypeError, "tracer is a torch.fx.Tracer"),
     ],
 )
 def test_another_tracer_is_refused_with_what_there_is(tracer, error, said):

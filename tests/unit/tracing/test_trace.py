@@ -133,9 +133,6 @@ def test_modules_of_torch(name, training):
         assert_same_as_model(traced, larger)
 
 
-# -- functions of one's own ------------------------------------------------------------------------------------------
-
-
 class Noise(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -170,12 +167,6 @@ def test_random_nodes_are_found():
     assert [n.name for n in traced.nodes if info(n).is_random] == ["dropout", "randn", "normal", "randperm"]
 
 
-def test_nodes_know_the_state_of_the_thread():
-    traced = trace(Forward(lambda m, x: (_without_grad(m, x), _in_autocast(m, x))), (x(),))
-    states = [(state_of(n).grad, state_of(n).autocast[0].enabled) for n in traced.nodes if n.name != "float_1"]
-    assert states == [(False, False), (True, False), (True, True), (True, False)]
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_caller_without_grad(mode):
     model = Forward(lambda m, x: m.lin(x) * m.n.add_(1), n=torch.zeros(6))
@@ -197,9 +188,6 @@ def test_nodes_are_named_after_module_paths_and_know_their_lines():
         path, _, line = info(node).source.rpartition(":")
         assert path == __file__
         assert int(line) > 0
-
-
-# -- buffers and attributes ------------------------------------------------------------------------------------------
 
 
 def _set(module, **values):
@@ -244,9 +232,6 @@ def test_tensor_attributes_that_forward_sets():
     assert set(traced.assigned) == {"last", "current"}
     assert torch.equal(model.current, model.tables[1])  # forward makes it, and every later call has it
     assert list(traced.constants) == ["tables.1"]
-
-
-# -- flags -----------------------------------------------------------------------------------------------------------
 
 
 def _add_class(m: Any) -> None:
@@ -439,9 +424,6 @@ def test_output_that_requires_grad_in_the_model_only_is_found():
         trace(Forward(forward), (x(),), tracer="record")
 
 
-# -- printed ---------------------------------------------------------------------------------------------------------
-
-
 class HandingOn(nn.Module):
     """Puts a tensor into a list for a later module to take, as deep supervision does."""
 
@@ -466,9 +448,6 @@ def test_a_list_that_forward_fills_and_then_reads():
         torch.testing.assert_close(pipe(x), model(x))
     with pytest.raises(TraceError, match=r"takes tensors out of 'heads' and puts others in"):
         fxpipe.trace(HandingOn(True), (x,))
-
-
-# -- deep models -------------------------------------------------------------------------------------------------------
 
 
 class Nested(nn.Module):

@@ -86,9 +86,6 @@ def test_what_is_lacking_is_found_by_trying(monkeypatch):
     assert "one at a time" in accelerator.missing_support(torch.device("cuda:0"))
 
 
-# -- captures ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_step_inside_a_capture_of_a_graph_is_refused(backend):
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(4, 4)
     backend.is_current_stream_capturing = lambda: True
@@ -161,9 +158,6 @@ def test_memory_that_the_model_has_already_is_at_hand_for_it(monkeypatch):
     assert cost_model.with_memory_at_hand(settings, shared).memory_at_hand == {CPU: 1000 + 4 * (16 + 4 + 16)}
     elsewhere = nn.Linear(4, 4, device="meta")
     assert cost_model.with_memory_at_hand(settings, elsewhere).memory_at_hand == {CPU: 1000}
-
-
-# -- generators --------------------------------------------------------------------------------------------------------
 
 
 def test_a_generator_is_that_of_the_backend_or_the_state_that_it_shows(backend):

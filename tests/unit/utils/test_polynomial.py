@@ -94,9 +94,6 @@ def test_equal_ones_are_equal_however_they_are_made() -> None:
     assert Polynomial.of({(("s", 1), ("b", 2)): 1}) == Polynomial.of({(("b", 2), ("s", 1)): 1})
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
 @given(polynomials)
 def test_what_is_read_is_what_was_written(one: Polynomial) -> None:
     assert Polynomial.from_json(json.loads(json.dumps(one.to_json()))) == one

@@ -520,9 +520,6 @@ def test_a_function_may_hold_tensors():
         fxpipe.trace(model, (x(), lambda: log[0]))
 
 
-# -- targets ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [Plain, Frozen, Slots])
 def test_targets_of_any_structure(kind):
     def loss(output, target):

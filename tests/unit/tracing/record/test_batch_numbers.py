@@ -115,9 +115,6 @@ def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
     assert held == [3, 4, 5, 6]
 
 
-# -- inputs ----------------------------------------------------------------------------------------------------------
-
-
 def test_guards():
     def guarded(m, x):
         h = m.lin(x).view(len(x) * T, 6)
@@ -261,8 +258,6 @@ def test_a_read_of_the_size_does_no_harm_where_micro_batches_come_to_the_same(fo
         compare(pipe, x)
 
 
-# -- formulas --------------------------------------------------------------------------------------------------------
-
 FORMULAS: dict[str, Any] = {
     "b": lambda b: b,
     "3 b - 1": lambda b: 3 * b - 1,
@@ -285,5 +280,3 @@ def test_simple_formulas_hold_beyond_what_was_seen(name):
 @pytest.mark.parametrize("number", [lambda b: min(b, 4), lambda b: b * b, lambda b: math.log(b), lambda b: 1 / b])
 def test_other_numbers_have_no_formula(number):
     assert simplest_formula([(b, number(b)) for b in (4, 2, 3, 5)]) is None
-
-

@@ -307,9 +307,6 @@ def test_forward_backward_makes_no_mini_batch_for_hooks_on_the_model(add):
         assert_step(pipe, plain, x(), one_pass=True)
 
 
-# -- hooks that are computation --------------------------------------------------------------------------------------
-
-
 def _pruned(module: nn.Module) -> nn.Module:
     prune.random_unstructured(module, "weight", amount=0.3)
     return module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.layered import Layered
-from helpers.traced_models import is_graph_of
+from helpers.traced_models import Forward, is_graph_of
 from helpers.unseen_list import UnseenList
 from torch import nn
 
@@ -23,13 +23,12 @@ def _all_are_slow(monkeypatch):
     monkeypatch.setattr(on_a_part, "LONG_RECORDING", 0.0)
 
 
-class Calling(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.lin, self.function = nn.Linear(6, 6), function
+def calling(function):
+    return Forward(lambda m, x: function(m.lin(x)))
 
-    def forward(self, x):
-        return self.function(self.lin(x))
+
+def asking(m, x):
+    return m.lin(x) if (x == 0).all() else m.lin(x).tanh()
 
 
 def mlp() -> nn.Sequential:
@@ -67,7 +66,7 @@ def test_no_run_on_more_samples_than_a_micro_batch():
             seen.append(unseen_count(x))
         return x.tanh()
 
-    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=4).recorded_samples == 3
+    assert fxpipe.trace(calling(noting), (EXAMPLE,), chunks=4).recorded_samples == 3
     assert {*seen} == {2, 3}  # gradients and two calls are compared on two
 
 
@@ -78,7 +77,7 @@ def by_parts(x):
 
 def test_loop_that_goes_once_for_a_part():
     with pytest.raises(TraceError, match="other functions"):
-        fxpipe.trace(Calling(by_parts), (EXAMPLE,), chunks=4, tracer="record")
+        fxpipe.trace(calling(by_parts), (EXAMPLE,), chunks=4, tracer="record")
 
 
 def at_the_size_of_the_example(x):
@@ -92,13 +91,13 @@ def above_the_size_of_the_example(x):
 @pytest.mark.parametrize("function", [at_the_size_of_the_example, above_the_size_of_the_example])
 def test_branch_on_the_number_of_samples(function):
     with pytest.raises((TraceError, ArgumentError), match="samples"):
-        fxpipe.trace(Calling(function), (EXAMPLE,), chunks=4, tracer="record")
+        fxpipe.trace(calling(function), (EXAMPLE,), chunks=4, tracer="record")
 
 
 def test_value_that_is_read_is_that_of_all_samples():
     x = EXAMPLE.clone()
     x[:6] = 0.0
-    traced = fxpipe.trace(Asking(), (x,), chunks=4)
+    traced = fxpipe.trace(Forward(asking), (x,), chunks=4)
     assert traced.recorded_samples is None
     assert not is_graph_of(traced, [torch.zeros(12, 6)])
 
@@ -106,14 +105,13 @@ def test_value_that_is_read_is_that_of_all_samples():
 def test_value_that_is_read_for_nothing_is_that_of_all_samples():
     """The graphs are alike, but the guard would be that of a part, and the example not the graph's."""
 
-    class Looking(Layered, lin=6):
-        def forward(self, x):
-            bool((x == 0).all())
-            return self.lin(x)
+    def look(m, x):
+        bool((x == 0).all())
+        return m.lin(x)
 
     x = EXAMPLE.clone()
     x[:6] = 0.0
-    traced = fxpipe.trace(Looking(), (x,), chunks=4)
+    traced = fxpipe.trace(Forward(look), (x,), chunks=4)
     assert traced.recorded_samples is None
     assert is_graph_of(traced, [x])
 
@@ -125,12 +123,7 @@ def at_five_in_all(x):
 
 def test_value_that_depends_on_the_number_of_samples():
     with pytest.raises((ArgumentError, TraceError)):
-        fxpipe.trace(Calling(at_five_in_all), (EXAMPLE,), chunks=4, tracer="record")
-
-
-class Asking(Layered, lin=6):
-    def forward(self, x):
-        return self.lin(x) if (x == 0).all() else self.lin(x).tanh()
+        fxpipe.trace(calling(at_five_in_all), (EXAMPLE,), chunks=4, tracer="record")
 
 
 def test_what_is_remembered_is_computed():
@@ -155,7 +148,7 @@ def inverses(x):
 @pytest.mark.parametrize("function", [lambda x: x.reshape(-1, 6, 1).squeeze().relu_(), inverses])
 def test_part_that_is_only_watched(monkeypatch, function):
     """A single sample, with which the model would take out the batch as well."""
-    model = Calling(function)
+    model = calling(function)
     part = fxpipe.trace(model, (EXAMPLE,), chunks=12)
     assert part.recorded_samples == 2
     monkeypatch.setattr(on_a_part, "LONG_RECORDING", 1e9)
@@ -171,12 +164,9 @@ def test_part_that_is_only_watched(monkeypatch, function):
 def test_late_samples_that_act_on_all_are_seen(function):
     """A few samples have none of these."""
 
-    class Between(Calling):
-        def forward(self, x):
-            return self.lin(super().forward(x))  # else it would run once, on all samples
-
+    model = Forward(lambda m, x: m.lin(function(m.lin(x))))  # without the second it would run once, on all samples
     with pytest.raises((ArgumentError, TraceError), match=r"put together|samples"):
-        fxpipe.trace(Between(function), (EXAMPLE,), chunks=4)
+        fxpipe.trace(model, (EXAMPLE,), chunks=4)
 
 
 def test_mean_that_depends_on_late_samples():

@@ -255,9 +255,6 @@ def test_embedding_that_scales_its_weight_is_refused():
         trace(nn.Embedding(5, 3, max_norm=0.5), (torch.tensor([1, 2]),))
 
 
-# -- models that are refused before they run -------------------------------------------------------------------------
-
-
 def _made_in_inference_mode() -> nn.Module:
     with torch.inference_mode():
         return nn.Linear(6, 6)
@@ -343,9 +340,6 @@ def test_interrupt_passes_and_leaves_no_patch():
         trace(Forward(interrupted), (x(),))
     assert nn.Module.__call__ is before
     trace(nn.Linear(6, 6), (x(),))
-
-
-# -- all ways together -----------------------------------------------------------------------------------------------
 
 
 def test_the_error_names_the_module():

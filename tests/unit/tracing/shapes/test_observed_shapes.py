@@ -179,9 +179,6 @@ def test_what_real_runs_raise_is_told():
         traced(lambda lin, x: Picky.apply(lin(x)))
 
 
-# -- nodes that are opaque -------------------------------------------------------------------------------------------
-
-
 def opaque(forward: Any, *args: Any) -> Traced:
     """Traced with every autograd.Function opaque: nobody runs it on fake tensors."""
     model = Forward(forward)

@@ -12,7 +12,7 @@ from helpers.layered import Layered
 from helpers.traced_models import Forward, x
 from torch import nn
 
-from fxpipe import trace
+from fxpipe import profile, trace
 from fxpipe.errors import TraceError
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify import equivalence as two_calls
@@ -107,15 +107,17 @@ def test_what_cancels_out_is_rounding_and_no_difference() -> None:
 
 def test_hooks_of_the_users_see_nothing_and_stay() -> None:
     seen = []
-    model = Forward(lambda m, a: m.lin(a))
-    model.lin.weight.register_hook(seen.append)
+    model, batch = Forward(lambda m, a: m.lin(a)), x().requires_grad_()
+    for tensor in (model.lin.weight, batch):
+        tensor.register_hook(seen.append)
+        tensor.register_post_accumulate_grad_hook(seen.append)
     model.lin.bias.register_post_accumulate_grad_hook(seen.append)
     model.lin.bias.grad = torch.ones(6)
-    trace(model, (x(),))
+    profile(trace(model, (batch,)), (batch,), budget=0.0)
     assert not seen
     assert torch.equal(model.lin.bias.grad, torch.ones(6))
-    model(x()).sum().backward()
-    assert len(seen) == 2
+    model(batch).sum().backward()
+    assert len(seen) == 5
     assert model.lin.bias._backward_hooks is None
 
 
