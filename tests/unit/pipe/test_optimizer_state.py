@@ -69,6 +69,22 @@ def test_state_in_lists_and_dicts_follows(model):
     assert (state["old"][1][1], state["deep"]["n"]) == (None, 3)
 
 
+def test_each_move_is_followed_and_each_optimizer_looked_at_once(model):
+    optimizers = [_stepped(model, torch.optim.AdamW), _stepped(model, torch.optim.Adagrad)]
+    mover = OptimizerStateMover(model)
+    _move(model, mover)
+    for optimizer in optimizers:
+        optimizer.step()
+        assert optimizer in mover._seen
+    assert _devices(optimizers[0], model.weight) == {"step": CPU, "exp_avg": META, "exp_avg_sq": META}
+    optimizers[0].state[model.weight]["exp_avg"] = torch.zeros(2, 3)
+    mover.follow(optimizers[0])
+    assert _devices(optimizers[0], model.weight)["exp_avg"] == CPU  # of the user's making since
+    _move(model, mover, ("bias",))
+    optimizers[0].step()
+    assert set(_devices(optimizers[0], model.bias).values()) == {CPU, META}
+
+
 def test_other_models_and_parameters_without_state_are_left_alone(model):
     other = nn.Linear(3, 2)
     optimizer, mover = _stepped(other, torch.optim.AdamW), OptimizerStateMover(model)
