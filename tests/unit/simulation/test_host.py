@@ -10,7 +10,6 @@ from helpers.cases import each_once
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError
 from fxpipe.planning.plans.retarget import ACTION_SECONDS, CALL_SECONDS, OPERATION_SECONDS, reckon_host
 from fxpipe.planning.tuning.candidates import Tuning
 from fxpipe.scheduling import make_schedule
@@ -104,11 +103,6 @@ def test_no_step_is_shorter_than_the_host_or_the_devices_and_its_critical_path_h
         assert have.legs[-1].end == have.step_seconds
         for one_leg, other in itertools.pairwise(have.legs):
             assert one_leg.end == pytest.approx(other.start)
-
-
-def test_seconds_of_the_host_are_checked() -> None:
-    with pytest.raises(ArgumentError, match=r"stages\[0\]\.host\.forward=-1 is no time"):
-        step("1f1b", [StageCost(1, 1, host=HostCost(forward=-1))], 1)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,16 @@ import fxpipe.simulation.costs
 from fxpipe.errors import ArgumentError, ScheduleError
 from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.scheduling import Action, ActionKind, Schedule, make_schedule, parse_schedule
-from fxpipe.simulation import MemoryTimeline, Simulation, Span, StageCost, Transfer, simulate_schedule, transfers_of
+from fxpipe.simulation import (
+    HostCost,
+    MemoryTimeline,
+    Simulation,
+    Span,
+    StageCost,
+    Transfer,
+    simulate_schedule,
+    transfers_of,
+)
 
 SIZES = list(product(range(1, 7), range(1, 9)))
 TRAINING = ["gpipe", "1f1b"]
@@ -306,6 +315,7 @@ def test_transfers_are_those_of_the_runtime():
         ([COST, StageCost(-1.0, 1)], [], r"stages\[1\].forward=-1.0 is no time; give seconds, 0 or more and finite"),
         ([StageCost(1, float("inf")), COST], [], r"stages\[0\].backward=inf is no time"),
         ([StageCost(1, 2, recompute=float("nan")), COST], [], r"stages\[0\].recompute=nan is no time"),
+        ([StageCost(1, 1, host=HostCost(forward=-1)), COST], [], r"stages\[0\]\.host\.forward=-1 is no time"),
         ([COST, StageCost(1, 2, saved_bytes=-1)], [], r"stages\[1\].saved_bytes=-1 is no size; give bytes, 0 or more"),
         (
             [COST, StageCost(1, 2, weight=3.0)],
