@@ -204,22 +204,10 @@ def test_what_views_cannot_make_again_stays_together():
     assert model.forbidden_cuts == dict.fromkeys((2, 3), "one, reshape share memory that is changed later")
 
 
-@pytest.mark.parametrize(
-    ("model", "balance", "reason"),
-    [
-        (Split, [2, 3], "split_0 is a part of split"),
-        (Counts, [2, 6], "the buffer 'seen' is changed here and there"),
-        (Counts, [6, 2], "the buffer 'mean' is read and set anew"),
-        (ReshapedBetween, [2, 4], "one, reshape share memory that is changed later"),
-    ],
-)
-def test_a_forbidden_cut_is_refused_with_its_reason(model, balance, reason):
-    x = torch.randn(3, 4)
-    balance = [balance[0], len(trace(model(), (x,)).nodes) - balance[0]]
-    with pytest.raises(PartitionError, match="no cut can stand before") as error:
-        fxpipe.pipeline(model(), ["cpu", "cpu"], 1, example_args=(x,), balance=balance)
-    assert reason in str(error.value)
-    assert "the nearest allowed" in str(error.value)
+def test_a_forbidden_cut_is_refused_with_its_reason():
+    words = "no cut can stand before .*: the buffer 'seen' is changed here and there; the nearest allowed"
+    with pytest.raises(PartitionError, match=words):
+        fxpipe.pipeline(Counts(), ["cpu", "cpu"], 1, example_args=(torch.randn(3, 4),), balance=[2, 6])
 
 
 class Deep(nn.Module):

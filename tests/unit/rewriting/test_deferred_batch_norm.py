@@ -93,6 +93,11 @@ def steps(
             assert_same_gradients(pipe, plain, loose)
 
 
+def around(norm: nn.Module) -> nn.Module:
+    """A batch norm of 4 features between two layers."""
+    return nn.Sequential(nn.Linear(5, 4), norm, nn.Linear(4, 3))
+
+
 def convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4, momentum=0.3)
@@ -122,15 +127,23 @@ def batches(*shape: int, sizes: tuple[int, ...] = (8, 7, 12)) -> list[torch.Tens
         (lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Conv1d(4, 3, 1)), (2, 7)),
         (convolutions, (3, 8, 8)),
         (lambda: nn.Sequential(nn.Conv3d(1, 3, 2), nn.BatchNorm3d(3), nn.Conv3d(3, 2, 1)), (1, 3, 4, 3)),
-        (lambda: nn.Sequential(nn.Linear(5, 4), nn.SyncBatchNorm(4), nn.Linear(4, 3)), (5,)),
-        (lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)), (5,)),
+        (lambda: around(nn.SyncBatchNorm(4)), (5,)),
+        (lambda: around(nn.BatchNorm1d(4, affine=False)), (5,)),
+        (lambda: around(nn.BatchNorm1d(4, track_running_stats=False)), (5,)),
         (lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)), (5,)),  # nothing before it
         (Twice, (5,)),
     ],
-    ids=["1d of 2-D", "1d of 3-D", "2d", "3d", "sync", "not affine", "first", "twice"],
+    ids=["1d of 2-D", "1d of 3-D", "2d", "3d", "sync", "not affine", "tracks nothing", "first", "twice"],
 )
 def test_the_running_statistics_are_those_of_the_mini_batch(model, shape):
     steps(model(), batches(*shape), chunks=3)
+
+
+def test_a_graph_of_a_tracer_and_a_module_kept_whole():
+    steps(around(nn.BatchNorm1d(4)), batches(5), 3, tracer=torch.fx.symbolic_trace)
+    whole = nn.Sequential(nn.BatchNorm1d(5, momentum=None), Twice(0.2))
+    model = nn.Sequential(nn.Linear(5, 5), whole, nn.Linear(3, 3))
+    steps(model, batches(5), 3, leaf_modules=["1"], checkpoint="except_last")
 
 
 @pytest.mark.parametrize("momentum", [None, 0.0, 1.0])
@@ -164,13 +177,13 @@ def test_digits_are_lost_as_by_the_rounding_of_the_input_only():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtypes(dtype):
     xs = [x.to(dtype) for x in batches(5)]
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(dtype)
+    model = around(nn.BatchNorm1d(4)).to(dtype)
     steps(model, xs, 3, tolerance=1e-12 if dtype is torch.float64 else 2e-2)
 
 
 def test_autocast():
     """The statistics are those of bfloat16 values, in float32."""
-    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    plain = around(nn.BatchNorm1d(4))
     x = torch.randn(9, 5)
     model = copy.deepcopy(plain)
     pipe = fxpipe.pipeline(model, ["cpu"] * 2, 3, deferred_batch_norm=True, checkpoint="always")
@@ -233,31 +246,25 @@ def test_frozen_batch_norm_in_a_model_in_training():
     assert int(model[4].num_batches_tracked) == 3
 
 
-def test_batch_norm_that_tracks_nothing():
-    steps(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)), batches(5), 3)
-
-
-@pytest.mark.parametrize("tracer", ["record", torch.fx.symbolic_trace])
-def test_every_way_of_tracing(tracer):
-    steps(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), batches(5), 3, tracer=tracer)
-
-
 # -- without modules of torch, and in modules kept whole ---------------------------------------------------------------
 
 
 class ByHand(nn.Module):
-    """Batch norm by its function, with buffers under other names."""
+    """Batch norm by its function, with buffers under other names, and counters that are written to or set."""
 
-    def __init__(self, norm: Callable[..., torch.Tensor]):
+    def __init__(self, norm: Callable[..., torch.Tensor], sets: bool = False):
         super().__init__()
-        self.linear, self.norm = nn.Linear(5, 4), norm
+        self.linear, self.norm, self.sets = nn.Linear(5, 4), norm, sets
         self.register_buffer("average", torch.zeros(4))
         self.register_buffer("spread", torch.ones(4))
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("samples", torch.tensor(0))
 
     def forward(self, x):
-        self.steps.add_(1)
+        if self.sets:
+            self.steps = self.steps + 1
+        else:
+            self.steps.add_(1)
         self.samples.add_((x > -1e9).all(1).sum())
         return self.norm(self.linear(x), self.average, self.spread)
 
@@ -271,10 +278,11 @@ class ByHand(nn.Module):
     ],
     ids=["keywords", "places", "torch"],
 )
-def test_functions_with_running_statistics(norm):
-    plain = ByHand(norm)
+@pytest.mark.parametrize("sets", [False, True])
+def test_functions_with_running_statistics(norm, sets):
+    plain = ByHand(norm, sets)
     model, x = copy.deepcopy(plain), torch.randn(9, 5)
-    pipe = fxpipe.pipeline(model, ["cpu"], 4, deferred_batch_norm=True)
+    pipe = fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True, checkpoint="always")
     with closing(pipe):
         for _ in range(2):
             pipe(x).sum().backward()
@@ -283,52 +291,9 @@ def test_functions_with_running_statistics(norm):
             assert_tracks(pipe, plain)
 
 
-class Counting(nn.Module):
-    """Sets its counter anew instead of writing to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(5))
-        self.register_buffer("var", torch.ones(5))
-        self.register_buffer("count", torch.tensor(0))
-        self.last = nn.Linear(5, 2)
-
-    def forward(self, x):
-        self.count = self.count + 1
-        return self.last(F.batch_norm(x, self.mean, self.var, training=True))
-
-
-def test_a_counter_that_is_set_anew():
-    plain = Counting()
-    model, x = copy.deepcopy(plain), torch.randn(9, 5)
-    with fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True, checkpoint="always") as pipe:
-        for _ in range(2):
-            pipe(x).sum().backward()
-            plain(x)
-            assert_tracks(pipe, plain)
-
-
-class Block(nn.Module):
-    """Two batch norms, one of them twice, of a kind that needs Python in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.one = nn.Linear(5, 5), nn.BatchNorm1d(5, momentum=None)
-        self.two = nn.BatchNorm1d(5, momentum=0.2)
-
-    def forward(self, x):
-        h = self.two(self.one(self.linear(x)))
-        return self.two(h * 2 + 1)
-
-
-def test_batch_norm_in_modules_kept_whole():
-    model = nn.Sequential(nn.Linear(5, 5), Block(), nn.Linear(5, 3))
-    steps(model, batches(5), 3, leaf_modules=["1"], checkpoint="except_last")
-
-
 def test_batch_norm_with_hooks_that_run():
     calls = []
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model = around(nn.BatchNorm1d(4))
     model[1].register_full_backward_hook(lambda *_: calls.append(1))
     steps(model, batches(5), 3)
     assert calls

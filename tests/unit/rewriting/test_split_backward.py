@@ -13,8 +13,8 @@ from helpers.graph_functions import exporting
 from helpers.kernels import Ops
 from helpers.layered import Layered
 from helpers.models import BY_NAME
-from helpers.oracle import closing, draw_seed, train_step
-from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
+from helpers.oracle import closing
+from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -46,15 +46,15 @@ from fxpipe.utils.batch_split import samples_per_micro_batch
 CPU = torch.device("cpu")
 
 
-def with_weights(schedule: Schedule, late: int = 1, stages: set[int] | None = None) -> Schedule:
-    """The schedule with W for `stages`, each `late` micro-batches behind its B."""
+def with_weights(schedule: Schedule, late: int = 1) -> Schedule:
+    """The schedule with each W `late` micro-batches behind its B."""
     rows = []
     for row in schedule.rows:
         found: list[Action] = []
         waiting: list[Action] = []
         for action in row:
             found.append(action)
-            if action.kind is ActionKind.BACKWARD and (stages is None or action.stage in stages):
+            if action.kind is ActionKind.BACKWARD:
                 waiting.append(Action(ActionKind.WEIGHT, action.stage, action.micro_batch))
                 found += [waiting.pop(0) for _ in range(len(waiting) - late)]
         rows.append((*found, *waiting))
@@ -64,11 +64,10 @@ def with_weights(schedule: Schedule, late: int = 1, stages: set[int] | None = No
 class EverySplit(EveryCut):
     """Runs every schedule with W."""
 
-    stages: set[int] | None = None
     late = 1
 
     def schedule(self, name, stages, m, checkpoint):
-        return with_weights(super().schedule(name, stages, m, checkpoint), self.late, self.stages)
+        return with_weights(super().schedule(name, stages, m, checkpoint), self.late)
 
     def split_parameters(self, *starts):
         """By stage, the parameters that W computes the gradients of."""
@@ -202,19 +201,10 @@ def test_casts_of_autocast():
                 x = LAYOUTS[layout](6, grad=grad)
                 _assert_node(LINEAR, F.linear, x, _tensor(4, 6), _tensor(4), casts=True)
                 _assert_node(MATMUL, torch.matmul, x, _tensor(6, 4), casts=True)
-        size = [1, 1], [0, 0], [1, 1], [0, 0], 1
-        _assert_node(
-            convolution_kind(F.conv2d, False),
-            F.conv2d,
-            _tensor(2, 3, 5, 5),
-            _tensor(4, 3, 3, 3),
-            _tensor(4),
-            size,
-            True,
-        )
-        _assert_node(
-            LINEAR, F.linear, _tensor(3, 6, dtype=torch.float64), _tensor(4, 6, dtype=torch.float64), casts=True
-        )
+        kind, size = convolution_kind(F.conv2d, False), ([1, 1], [0, 0], [1, 1], [0, 0], 1)
+        _assert_node(kind, F.conv2d, _tensor(2, 3, 5, 5), _tensor(4, 3, 3, 3), _tensor(4), size, casts=True)
+        x, w = _tensor(3, 6, dtype=torch.float64), _tensor(4, 6, dtype=torch.float64)
+        _assert_node(LINEAR, F.linear, x, w, casts=True)
 
 
 def test_what_b_frees_and_what_w_frees():
@@ -370,20 +360,9 @@ def test_an_error_in_a_split_stage_names_its_node():
     assert "stage 0 of 1 on cpu, micro-batch 1, forward, node table, module table" in caught.value.__notes__[0]
 
 
-def test_some_stages_have_w(uses):
-    (starts,) = uses.cuts(3, 10**6)
-    for stages in ({0}, {1}, {2}, {0, 2}):
-        uses.stages = stages
-        try:
-            uses.check(starts, 3, "1f1b")
-        finally:
-            uses.stages = None
-
-
-def _train(every, starts, chunks, executor, steps=3, with_w=True, checkpoint="never"):
-    """Losses, and the model after some steps of an optimizer."""
-    program, traced, model = every.program(starts), every.traced, copy.deepcopy(every.model)
-    engine = Engine(model, executor)
+def _train(every, starts, chunks, executor, checkpoint="never"):
+    """A step."""
+    program, traced = every.program(starts), every.traced
     assembly = BoundProgram(
         program,
         wire_program(program),
@@ -394,60 +373,15 @@ def _train(every, starts, chunks, executor, steps=3, with_w=True, checkpoint="ne
         traced.state,
         traced.constants,
     )
-    schedule = make_schedule("1f1b", len(starts), min(chunks, every.batch), checkpoint)
-    schedule = with_weights(schedule) if with_w else schedule
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(3)
-    losses = []
-    for _ in range(steps):
-        leaves = pytree.tree_leaves((every.args, {}))
-        sizes = samples_per_micro_batch(every.batch, schedule.micro_batches)
-        given = GivenInputs.of_mini_batch(assembly, leaves, sizes)
-        losses.append(engine.forward_backward(given, schedule, LossCall(loss_of))[0])
-        optimizer.step()
-        optimizer.zero_grad()
-    return {f"loss {k}": loss for k, loss in enumerate(losses)} | dict(model.state_dict())
-
-
-def _assert_equal(have, want, what):
-    assert list(have) == list(want)
-    for name, value in want.items():
-        assert torch.equal(have[name], value), f"{what}: {name} differs"
-
-
-def _train_plain(every, chunks, steps=3):
-    model = copy.deepcopy(every.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(3)
-    losses = []
-    for _ in range(steps):
-        seed = draw_seed(every._is_random())
-        options = {"chunks": chunks, "order": "1f1b", "seed": seed, "batch": every.batch}
-        losses.append(train_step(model, every.args, {}, (), loss_of, **options))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {f"loss {k}": loss for k, loss in enumerate(losses)} | dict(model.state_dict())
+    schedule = with_weights(make_schedule("1f1b", len(starts), min(chunks, every.batch), checkpoint))
+    sizes = samples_per_micro_batch(every.batch, schedule.micro_batches)
+    given = GivenInputs.of_mini_batch(assembly, pytree.tree_leaves((every.args, {})), sizes)
+    Engine(copy.deepcopy(every.model), executor).forward_backward(given, schedule, LossCall(loss_of))
 
 
 def _thirds(every):
     places = every.allowed
     return 0, places[len(places) // 3], places[2 * len(places) // 3]
-
-
-@pytest.mark.parametrize("name", ["unet", "resnet", "gpt"])
-def test_steps_of_models(name):
-    every = EverySplit(BY_NAME[name].make(), *BY_NAME[name].inputs(6)[0])
-    starts = _thirds(every)
-    want = _train(every, starts, 4, InterleavedExecutor(0), with_w=False)
-    if name != "gpt":  # whose tied weight is summed stage by stage
-        plain = _train_plain(every, 4)
-        for key in every.model.state_dict():
-            assert torch.equal(plain[key], want[key]), key
-    assert all(every.split_parameters(*starts[1:]))
-    _assert_equal(_train(every, starts, 4, InterleavedExecutor(1)), want, "W")
-    _assert_equal(_train(every, starts, 4, InterleavedExecutor(2), checkpoint="always"), want, "W after R")
-    with closing(JitteredExecutor([CPU] * 3, 1)) as workers:
-        _assert_equal(_train(every, starts, 4, workers), want, "W in threads")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -585,7 +519,7 @@ def test_nothing_is_left_of_a_step(monkeypatch):
         return tapes[-1]
 
     monkeypatch.setattr("fxpipe.runtime.stage_instance.WeightGradientTape", made)
-    _train(every, _thirds(every), 3, Watching(0), steps=1, checkpoint="always")
+    _train(every, _thirds(every), 3, Watching(0), checkpoint="always")
     (step,) = steps
     assert (step.tapes, step.pending, step.saved) == ({}, {}, {})
     assert len(tapes) == 3 * 3
