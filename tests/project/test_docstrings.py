@@ -3,6 +3,8 @@
 import ast
 import builtins
 import contextlib
+import doctest
+import importlib
 import keyword
 import pkgutil
 import re
@@ -85,3 +87,11 @@ def test_a_name_that_is_gone_is_noticed():
     assert exists("torch.nn.Linear", text)
     assert not exists("order_of_rows", text)
     assert not exists("rows/order.py", text)
+
+
+def test_examples_in_docstrings_print_what_they_say():
+    examples = [path for path, tree in trees().items() if any(">>> " in text for _, text in docstrings(tree))]
+    assert len(examples) > 15
+    for path in examples:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        assert doctest.testmod(importlib.import_module(name)).failed == 0, name

@@ -1,7 +1,6 @@
 """Partitioning: the least bottleneck and the bound of the theorem against brute force; cuts by hand; every refusal."""
 
 import ast
-import doctest
 import math
 import pathlib
 import random
@@ -17,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxpipe.partitioning.block
-from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
+from fxpipe.errors import ArgumentTypeError, PartitionError
 from fxpipe.partitioning.block import block_partition
 
 finite = st.floats(min_value=0, max_value=1e300)
@@ -94,25 +93,21 @@ def test_where_the_bottleneck_leaves_a_choice_cuts_are_next_to_even_shares() -> 
     assert block_partition([8] + [1] * 7, 3) == (1, 2, 5)
 
 
-def test_steps_are_needed_and_done() -> None:
-    # The cuts nearest to even with the least bottleneck, 7, are 2 5 | 1 | 5 2: 6 apart, and no item is larger than 5.
-    assert check_blocks([2, 5, 1, 5, 2], 3) in {(2, 2, 1), (1, 2, 2)}
-
-
-def test_rounding_does_not_decide() -> None:
-    # In floats 0.1 + 0.2 + 0.3 > 0.3 + 0.2 + 0.1, though the items are the same.
-    costs = [0.1, 0.2, 0.3, 0.3, 0.2, 0.1]
-    assert check_blocks(costs, 2) == (3, 3)
-
-
-def test_tiny_costs_beside_huge_ones_still_count() -> None:
-    costs = [1e300, 5e-324, 5e-324, 1e300]
-    assert check_blocks(costs, 2) == (2, 2)
-
-
-def test_integers_beyond_floats_are_exact() -> None:
-    assert check_blocks([2**60 + 1, 2**60, 2**60, 2**60 + 1], 2) == (2, 2)
-    assert check_blocks([10**400, 1, 10**400], 2) in {(1, 2), (2, 1)}
+@pytest.mark.parametrize(
+    ("costs", "lengths"),
+    [
+        # The cuts nearest to even with the least bottleneck, 7, are 2 5 | 1 | 5 2: 6 apart; no item is larger than 5.
+        ([2, 5, 1, 5, 2], {(2, 2, 1), (1, 2, 2)}),
+        # In floats 0.1 + 0.2 + 0.3 > 0.3 + 0.2 + 0.1, though the items are the same.
+        ([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], {(3, 3)}),
+        ([1e300, 5e-324, 5e-324, 1e300], {(2, 2)}),
+        ([2**60 + 1, 2**60, 2**60, 2**60 + 1], {(2, 2)}),  # beyond floats
+        ([10**400, 1, 10**400], {(1, 2), (2, 1)}),
+    ],
+)
+def test_sums_are_exact(costs: list[float], lengths: set[tuple[int, ...]]) -> None:
+    (blocks,) = {len(one) for one in lengths}
+    assert check_blocks(costs, blocks) in lengths
 
 
 @pytest.mark.parametrize("shape", ["heavy", "powers", "zeros"])
@@ -126,11 +121,6 @@ def test_ten_thousand_items_over_sixty_four_blocks(shape: str) -> None:
     check_blocks([cost(i) for i in range(10_000)], 64)
 
 
-def test_numpy_numbers_are_numbers() -> None:
-    numpy = pytest.importorskip("numpy")
-    assert block_partition(numpy.array([1, 2, 3, 4, 5, 6], dtype="int32"), numpy.int64(2)) == (4, 2)
-
-
 def test_block_partition_refuses() -> None:
     with pytest.raises(PartitionError, match="blocks=2, but there are only 1 costs to cut"):
         block_partition([1.0], 2)
@@ -141,10 +131,6 @@ def test_block_partition_refuses() -> None:
 NAMES = ["x", "stem_conv", "stem_relu", "body_conv", "body_relu", "head"]
 MODULES = ["", "stem.conv", "stem.relu", "body.0.conv", "body.0.relu", "head"]
 COSTS = [0.0, 3.0, 1.0, 4.0, 1.0, 1.0]
-
-
-def starts(stages: int, **options: Any) -> tuple[int, ...]:
-    return partition(COSTS, stages, names=NAMES, modules=MODULES, **options).starts
 
 
 def refusal(error: type[Exception], stages: Any = 2, **options: Any) -> str:
@@ -205,16 +191,6 @@ def test_a_module_is_not_found_by_half_its_name() -> None:
     assert "no node or module is named 'bod'" in refusal(PartitionError, balance=["bod"])
 
 
-def test_one_stage_by_hand() -> None:
-    assert starts(1, balance=[6]) == (0,)
-    assert starts(1, balance=[]) == (0,)
-
-
-def test_stages_refused() -> None:
-    said = refusal(PartitionError, stages=7)
-    assert "stages=7, but the 6 nodes can be cut into 6 at most. Use stages=6 or fewer" in said
-
-
 def test_more_stages_than_items_says_what_hangs_together() -> None:
     said = refusal(PartitionError, stages=5, forbidden={2: "relu_ writes to its input", 4: "one buffer"})
     assert said == (
@@ -231,9 +207,6 @@ def test_no_nodes() -> None:
 @pytest.mark.parametrize(
     ("balance", "error", "says"),
     [
-        ([3, 4], PartitionError, "balance=[3, 4] sums to 7, but there are 6 nodes: it must sum to 6"),
-        ([6, 0], ArgumentError, "has the entry 0: each stage needs at least 1 node"),
-        ([7, -1], ArgumentError, "has the entry -1: each stage needs at least 1 node"),
         ([3.0, 3], ArgumentTypeError, "3.0 is of type float; expected ints only (numbers of nodes) or strings only"),
         ([True, 5], ArgumentTypeError, "True is of type bool; expected ints only"),
         ([3, "head"], ArgumentTypeError, "'head' is of type str; expected ints only"),
@@ -282,12 +255,6 @@ def test_all_that_is_wrong_with_cuts_is_said_at_once() -> None:
 
 
 # The module
-
-
-def test_examples_in_the_text_are_true() -> None:
-    result = doctest.testmod(fxpipe.partitioning.block)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_imports_the_standard_library_errors_costs_and_what_is_printed_with_only() -> None:

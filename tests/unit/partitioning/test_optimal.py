@@ -1,6 +1,5 @@
 """The exact cut, and the cut of a later graph of a model, against every cut of small chains; loads; refusals."""
 
-import doctest
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +13,6 @@ from helpers.partition_problems import partition, problems, row, seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fxpipe.partitioning.optimal
 from fxpipe.cluster import Link
 from fxpipe.errors import MemoryLimitError, PartitionError
 from fxpipe.partitioning.chain import (
@@ -29,7 +27,7 @@ from fxpipe.partitioning.chain import (
 )
 from fxpipe.partitioning.intervals import StageClocks, StageMemory
 from fxpipe.partitioning.manual_cuts import cut_least_misplaced
-from fxpipe.partitioning.optimal import RemedyTrial, best_attempt, optimal_partition, recompute_trials
+from fxpipe.partitioning.optimal import best_attempt, optimal_partition
 
 
 def plain_load(
@@ -157,10 +155,6 @@ def test_without_transfers_and_limits_it_is_the_bottleneck_of_block(costs: list[
     assert optimal_partition(chain, [StageSite()] * stages).bottleneck == partition(costs, stages).bottleneck
 
 
-def test_doctests() -> None:
-    assert doctest.testmod(fxpipe.partitioning.optimal).failed == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("heavy", [0.0, 400.0])
 def test_ten_thousand_nodes_over_sixty_four_stages(heavy: float) -> None:
@@ -227,18 +221,6 @@ def test_refusal_has_a_table_of_what_each_stage_needs() -> None:
 )
 def test_refusal_names_the_part_at_fault(chain: Chain, problem: str) -> None:
     assert f"The problem: {problem}" in refusal(chain, devices(2), names=NAMES)
-
-
-def more_devices(chain: Chain) -> list[RemedyTrial]:
-    return [RemedyTrial(f"use {count} devices", chain, devices(count)) for count in range(3, 9)]
-
-
-def test_recomputing_is_offered_if_it_is_enough() -> None:
-    chain, sites = model(), devices(2, 20.75)
-    said = refusal(chain, sites, remedies=[recompute_trials(chain, sites), more_devices(chain)])
-    assert said.endswith("What would fit: let stages recompute; or use 3 devices.")
-    assert optimal_partition(chain, devices(2, 20.75, may_recompute=True)).recompute == (True, False)
-    assert "recompute" not in refusal(chain, devices(2), remedies=[recompute_trials(chain, devices(2))])
 
 
 @given(problems())

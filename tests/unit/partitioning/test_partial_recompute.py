@@ -160,14 +160,6 @@ def test_parts_that_only_take_the_host_longer_are_not_made() -> None:
     assert "always" in plan.modes
 
 
-def test_without_need_nothing_changes() -> None:
-    free = planned()
-    assert (free.placement, free.checkpoint) == ((0, 1), "never")
-    ample = planned(memory_limit=max(needs(free)))
-    assert [stage.nodes for stage in ample.stages] == [stage.nodes for stage in free.stages]
-    assert (ample.placement, ample.checkpoint) == ((0, 1), "never")
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,11 +1,8 @@
-"""Pins and marks: what they say of stages, by themselves. How they go through planning: test_by_hand.py."""
+"""Pins: what they say of stages, by themselves. How they go through planning: test_manual_cuts.py."""
 
 import pytest
-import torch
-from torch import nn
 
-import fxpipe
-from fxpipe.errors import ArgumentError, PartitionError, TraceError
+from fxpipe.errors import PartitionError
 from fxpipe.partitioning.manual_cuts import NodeSequence, placements_for_pins
 
 NODES = NodeSequence(
@@ -62,48 +59,6 @@ def test_a_module_that_computes_nothing_needs_no_place() -> None:
     )
     with pytest.raises(PartitionError, match=r"the module 'head\.lin' runs in 'head', which is one node: name that"):
         placements_for_pins({"head.lin": 1}, (0, 1), nodes)
-
-
-# -- marks -----------------------------------------------------------------------------------------------------------
-
-
-class Marked(nn.Module):
-    def __init__(self, every: int = 2, layers: int = 6):
-        super().__init__()
-        self.every = every
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for k, layer in enumerate(self.layers):
-            if k and k % self.every == 0:
-                fxpipe.cut()
-            x = layer(x).relu()
-        return x
-
-
-def test_marks_stand_where_forward_has_them() -> None:
-    traced = fxpipe.trace(Marked(), (torch.randn(2, 4),))
-    assert [traced.nodes[place].name for place in traced.cut_mark_places] == ["layers_2", "layers_4"]
-    assert len(traced.marks) == 2
-    assert all("test_pins.py" in mark for mark in traced.marks)
-
-
-def test_a_mark_outside_planning_does_nothing() -> None:
-    x, model = torch.randn(2, 4), Marked()
-    plain = model(x)
-    assert torch.equal(plain, Marked.forward(model, x))
-    assert fxpipe.cut() is None
-
-
-def test_a_tracer_that_does_not_see_marks_says_so() -> None:
-    with pytest.raises(TraceError, match=r"fxpipe\.cut\(\) is seen by recording only"):
-        fxpipe.trace(Marked(), (torch.randn(2, 4),), tracer=torch.fx.symbolic_trace)
-
-
-def test_a_mark_in_a_module_kept_whole_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Marked())
-    with pytest.raises(ArgumentError, match="stands in a part of module '1' that runs as one node"):
-        fxpipe.trace(model, (torch.randn(2, 4),), leaf_modules=["1"])
 
 
 def test_two_pins_on_one_device_leave_room_for_another_between_them() -> None:

@@ -1,6 +1,5 @@
 """PipeDream's partition: the least bottleneck against brute force, the paper's configurations, every refusal."""
 
-import doctest
 import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
@@ -201,7 +200,3 @@ def test_layers_are_grouped_where_cuts_may_stand_and_no_more_than_needed():
     assert 5 not in starts
     assert 7 in starts
     assert max(two - one for one, two in pairwise([*starts, count])) <= 6  # as even as can be
-
-
-def test_examples_in_docstrings_are_true():
-    assert doctest.testmod(fxpipe.partitioning.pipedream).failed == 0

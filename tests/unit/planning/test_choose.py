@@ -129,19 +129,6 @@ def remedies(message: str, per_device: int = 1) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_refusal_says_what_each_stage_needs_what_is_at_fault_and_what_would_fit() -> None:
-    limit = int(0.7 * max(needs(planned())))
-    message = refusal(memory_limit=limit, checkpoint="never")
-    head, header, *stages, problem, fits = message.splitlines()
-    assert re.match(r"no cut into 3 stages fits into memory; the best one is over by .* in stage 2:", head)
-    assert (
-        header.split() == "stage nodes parameters gradients, optimizer activations working needs limit over by".split()
-    )
-    assert [line.split()[0] for line in stages] == ["0", "1", "2"]
-    assert re.match(r"The problem: .* of stage 2 \(.*\)\.", problem)
-    assert fits == "What would fit: let stages recompute; or use 5 devices; or use chunks=8 (micro-batches of 1)."
-
-
 @pytest.mark.parametrize(
     ("options", "share", "kinds"),
     [
@@ -220,13 +207,6 @@ def test_a_device_may_be_without_a_limit() -> None:
     assert_within(plan)
     assert [stage.memory_limit for stage in plan.stages] == [int(0.5 * largest), None]
     assert plan.modes[1] == "never"  # there is no need
-
-
-def test_without_any_limit_only_time_matters() -> None:
-    for limit in (None, [None, None, None]):
-        plan = planned(memory_limit=limit)
-        assert (plan.balance, plan.checkpoint) == ("block", "never")
-        assert [stage.memory_limit for stage in plan.stages] == [None] * 3
 
 
 @pytest.mark.parametrize(
