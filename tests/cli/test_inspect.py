@@ -1,6 +1,5 @@
 """The command `python -m fxpipe.inspect`, and what it makes of a plan."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -8,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,11 +19,12 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.cli_options import parse_balance_option, parse_devices_option, parse_pin_option
+from fxpipe.inspect.cli_options import parse_pin_option
 from fxpipe.inspect.json_document import plan_document
 from fxpipe.inspect.plan_text import plan_text
 from fxpipe.inspect.run import inputs_advice
 from fxpipe.inspect.targets import InputOption, InputShape, Target, make_arguments, parse_input, parse_target
+from fxpipe.planning import passes
 from fxpipe.planning.plans.data import HeaviestNode, OpaqueNode, Portal, TiedParameter
 from fxpipe.utils.polynomial import Polynomial
 
@@ -105,42 +105,16 @@ def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     sys.modules.pop(path.stem, None)
 
 
-class FakePlanning:
-    """Stands for `fxpipe.planning`: takes a note of what it is asked, and hands out a plan made by hand."""
-
-    def __init__(self) -> None:
-        self.model: Any = None
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        self.settings: Any = None
-        self.error: Exception | None = None
-
-    def trace_and_profile(
-        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any
-    ) -> Any:
-        self.model, self.args, self.kwargs, self.settings = model, args, kwargs, settings
-        if self.error is not None:
-            raise self.error
-        return self
-
-    def profile_again(self, studied: Any, args: Any, kwargs: Any, settings: Any) -> Any:
-        return studied
-
-    def prepare_with_choices(self, studied: Any, args: Any, kwargs: Any, settings: Any) -> Any:
-        return SimpleNamespace(plan=make_plan(len(settings.placement)))
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return tuple(map(str, self.settings.workers))
-
-
 @pytest.fixture
-def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlanning:
-    fake = FakePlanning()
-    importlib.import_module("fxpipe.planning.entry")  # or it would keep the functions of the fake
-    for name in ("passes.trace_and_profile", "passes.profile_again", "entry.prepare_with_choices"):
-        monkeypatch.setattr(f"fxpipe.planning.{name}", getattr(fake, name.partition(".")[2]))
-    return fake
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The model, arguments, keyword arguments and settings of each planning."""
+    calls, trace_and_profile = [], passes.trace_and_profile
+    monkeypatch.setattr(passes, "trace_and_profile", lambda *args: calls.append(args) or trace_and_profile(*args))
+    return calls
+
+
+def fail_planning(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(passes, "trace_and_profile", Mock(side_effect=error))
 
 
 # Tables
@@ -208,30 +182,14 @@ def test_table_says_what_is_tied_kept_whole_and_heaviest() -> None:
 # The document
 
 
-def test_document_is_json_and_has_the_documented_keys() -> None:
-    plan = make_plan(2, portals=(Portal("skip", 0, 1, 5),))
-    document = plan_document(plan)
-    assert json.loads(json.dumps(document, allow_nan=False)) == document
-    described = set((plan_document.__doc__ or "").replace(",", " ").replace("{", " ").replace("}", " ").split())
-    for keys in (document, document["stages"][0], document["portals"][0], document["totals"]):
-        assert keys.keys() <= described
-    portal = {"name": "skip", "source": 0, "target": 1, "bytes": 5, "formula": "", "line": ""}
-    assert document["portals"] == [portal]
-    assert [stage["nodes"] for stage in document["stages"]] == [list(stage.nodes) for stage in plan.stages]
-    assert document["totals"]["step_seconds"] == pytest.approx(27e-3)
-
-
 # Inputs
 
 
 @pytest.mark.parametrize(
     ("text", "parsed"),
     [
-        ("8x3x64x64", InputOption(InputShape((8, 3, 64, 64), "float32"))),
         ("8", InputOption(InputShape((8,), "float32"))),
-        ("8x128:int64", InputOption(InputShape((8, 128), "int64"))),
         ("input_ids=8x128:int64", InputOption(InputShape((8, 128), "int64"), "input_ids")),
-        ("data:make", InputOption(Target("data", "make"))),
         ("x=data:make", InputOption(Target("data", "make"), "x")),
         ("pkg.data:Batches.make", InputOption(Target("pkg.data", "Batches.make"))),
         ("2d/models.py:make", InputOption(Target("2d/models.py", "make"))),
@@ -296,16 +254,6 @@ def test_parse_target() -> None:
             parse_target(text)
 
 
-def test_parse_devices() -> None:
-    assert parse_devices_option("2") == 2
-    assert parse_devices_option("cpu, cpu") == ("cpu", "cpu")
-    assert parse_devices_option("cpu") == ("cpu",)
-    assert parse_devices_option("cuda:0,cuda:1") == ("cuda:0", "cuda:1")
-    for text in ["0", "-1", "", "cpu,", "2,2", "cuda:", "1.5"]:
-        with pytest.raises(ArgumentError, match=r"expected a number .* or a list of devices"):
-            parse_devices_option(text)
-
-
 def test_parse_pin() -> None:
     assert parse_pin_option("lm_head=0") == ("lm_head", 0)
     assert parse_pin_option("encoder = cuda:1") == ("encoder", "cuda:1")
@@ -313,65 +261,24 @@ def test_parse_pin() -> None:
         parse_pin_option("lm_head=")
 
 
-def test_parse_balance() -> None:
-    assert parse_balance_option("block") == "block"
-    assert parse_balance_option("10,12,9") == (10, 12, 9)
-    assert parse_balance_option("layer2,layer3.0") == ("layer2", "layer3.0")
-    with pytest.raises(ArgumentError, match="expected block, counts"):
-        parse_balance_option("3,,4")
-
-
-def test_options_reach_planning(model_file: Path, fake_plan: FakePlanning) -> None:
-    assert main(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu,cpu"]) == 0
-    settings = fake_plan.settings
-    assert fake_plan.devices == ("cpu", "cpu", "cpu")
+def test_options_reach_planning(model_file: Path, asked: list[Any]) -> None:
+    assert main(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu,cpu", "--hardware", "cpu"]) == 0
+    model, args, kwargs, settings = asked[0]
+    assert [str(worker) for worker in settings.workers] == ["cpu"] * 3
     # What was not given is left to planning, as in `fxpipe.plan`.
     assert (settings.schedule, settings.checkpoint, settings.balance, settings.chunks) == ("1f1b", "auto", "auto", 12)
-    assert fake_plan.model.training
-    line = "--devices cpu,cpu --chunks 3 --schedule gpipe --checkpoint always --balance 2,3 --eval --optimizer-state 0"
-    assert main(["zoo_of_models:make_mlp", "--input", "zoo_of_models:dict_inputs", *line.split()]) == 0
-    settings = fake_plan.settings
-    assert (settings.schedule, settings.checkpoint, settings.balance, settings.chunks) == ("gpipe", "always", (2, 3), 3)
+    assert ([x.shape for x in args], kwargs, model.training) == ([(8, 8)], {}, True)
+    line = "--devices cpu,cpu --chunks 3 --schedule gpipe --checkpoint always --balance 3,5 --eval --optimizer-state 0"
+    assert main(["zoo_of_models:make_net", "--input", "zoo_of_models:dict_inputs", *line.split()]) == 0
+    model, args, kwargs, settings = asked[-1]
+    assert (settings.schedule, settings.checkpoint, settings.balance, settings.chunks) == ("gpipe", "always", (3, 5), 3)
     assert settings.optimizer_state == 0
-    assert fake_plan.args == ()
-    assert list(fake_plan.kwargs) == ["tokens", "scale"]
-    assert not fake_plan.model.training
+    assert (args, [*kwargs], model.training) == ((), ["tokens", "scale"], False)
 
 
-@pytest.mark.parametrize("target", ["zoo_of_models:Zoo.small", "zoo_of_models.py:ready", "./zoo_of_models.py:make_net"])
-def test_targets(target: str, model_file: Path, fake_plan: FakePlanning) -> None:
-    assert main([target, "--devices", "cpu,cpu"]) == 0
-    assert isinstance(fake_plan.model, torch.nn.Module)
-
-
-def test_a_number_of_devices_with_cuda(
-    model_file: Path, fake_plan: FakePlanning, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("fxpipe.utils.accelerator.accelerator_type", lambda: "cuda")
-    monkeypatch.setattr("fxpipe.utils.accelerator.device_count", lambda kind=None: 3)
-    monkeypatch.setattr("fxpipe.utils.accelerator.missing_support", lambda device: None)
-    assert main(["zoo_of_models:make_mlp", "--devices", "2"]) == 0
-    assert fake_plan.devices == ("cuda:0", "cuda:1")
-    assert main(["zoo_of_models:make_mlp"]) == 0
-    assert fake_plan.devices == ("cuda:0", "cuda:1", "cuda:2")
-    capsys.readouterr()
-    assert "--devices 4: CUDA has 3 here; for workers on the CPU give --devices cpu,cpu" in refusal(
-        ["zoo_of_models:make_mlp", "--devices", "4"], capsys
-    )
-
-
-def test_outputs(model_file: Path, fake_plan: FakePlanning, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu"]
-    assert main(argv) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(plan_text(make_plan(2)) + "\n\na step as simulated, 1f1b, 4 micro-batches\n")
-    assert "these stages in other schedules" in printed
-    assert main([*argv, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document.items() >= plan_document(make_plan(2)).items()
-    assert document["simulation"]["step_seconds"] == pytest.approx(27e-3)
-    assert main([*argv, "--code", "1"]) == 0
-    assert capsys.readouterr().out == "def stage_1(x): ...\n"
+@pytest.mark.parametrize("target", ["zoo_of_models:Zoo.small", "zoo_of_models.py:ready", "./zoo_of_models.py:make_mlp"])
+def test_targets(target: str, model_file: Path) -> None:
+    assert main([target, "--input", "8x8", "--devices", "cpu,cpu", "--hardware", "cpu"]) == 0
 
 
 MISTAKES = {
@@ -387,6 +294,7 @@ MISTAKES = {
     "no_function": ("zoo_of_models:number", "zoo_of_models:number is an int, not a function"),
     "input": ("zoo_of_models:make_mlp --input 8*8", "argument --input: '8*8': expected sizes (8x3x64x64)"),
     "devices": ("zoo_of_models:make_mlp --devices 0", "argument --devices: '0': expected a number"),
+    "balance": ("zoo_of_models:make_mlp --balance 3,,4", "argument --balance: '3,,4': expected block, counts"),
     "device": ("zoo_of_models:make_mlp --devices cpu,gpu", "--devices: 'gpu' is no device"),
     "chunks": ("zoo_of_models:make_mlp --chunks 0", "argument --chunks: '0': expected a whole number"),
     "schedule": ("zoo_of_models:make_mlp --schedule 1b1f", "--schedule: invalid choice: '1b1f'", "gpipe", "1f1b"),
@@ -396,8 +304,10 @@ MISTAKES = {
         "zoo_of_models:make_mlp --stages-per-device 0",
         "argument --stages-per-device: '0': expected a whole number",
     ),
-    "code": ("zoo_of_models:make_mlp --devices cpu,cpu --code 2", "--code 2: no such stage; stages are 0 to 1"),
-    "code_below": ("zoo_of_models:make_mlp --devices cpu,cpu --code -1", "--code -1: no such stage"),
+    "code": (
+        "zoo_of_models:make_mlp --input 8x8 --hardware cpu --devices 2 --code -1",
+        "--code -1: no such stage; stages are 0 to 1",
+    ),
     "code_and_json": (
         "zoo_of_models:make_mlp --code 1 --json",
         "--code prints the code of a stage and nothing else; leave --json out",
@@ -406,9 +316,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_end_in_one_line(
-    name: str, model_file: Path, fake_plan: FakePlanning, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_end_in_one_line(name: str, model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line, *expected = MISTAKES[name]
     found = refusal(line.split(), capsys)
     assert all(part in found for part in expected), found
@@ -428,7 +336,7 @@ def test_module_that_cannot_be_imported(tmp_path: Path, model_file: Path, capsys
 
 
 def test_a_file_imports_its_neighbours_and_runs_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_plan: FakePlanning, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "neighbour_of_queue.py").write_text("width = 4")
@@ -438,25 +346,23 @@ def test_a_file_imports_its_neighbours_and_runs_once(
         "def make(): return torch.nn.Linear(neighbour_of_queue.width, 1)\ndef inputs(): return torch.ones(2, 4)\n"
     )
     file = tmp_path / "queue.py"
-    assert main([f"{file}:make", "--input", f"{file}:inputs", "--devices", "cpu,cpu", "--json"]) == 0
+    argv = [f"{file}:make", "--input", f"{file}:inputs", "--devices", "cpu", "--chunks", "2", "--hardware", "cpu"]
+    assert main([*argv, "--json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["chunks"] == 4  # what the user's code prints is elsewhere
+    assert json.loads(captured.out)["chunks"] == 2  # what the user's code prints is elsewhere
     assert captured.err == "running\n"
     assert "Queue" in dir(sys.modules["queue"])
 
 
 def test_refusals_of_fxpipe_end_in_one_line(
-    model_file: Path, fake_plan: FakePlanning, capsys: pytest.CaptureFixture[str]
+    model_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake_plan.error = PartitionError("cannot be cut:\n  - stage 0 has no node\n  - stage 1 has no node")
+    fail_planning(monkeypatch, PartitionError("cannot be cut:\n  - stage 0 has no node\n  - stage 1 has no node"))
     line = refusal(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu"], capsys)
     assert line == "fxpipe.inspect: cannot be cut: - stage 0 has no node - stage 1 has no node"
 
 
-def test_exceptions_of_the_model_end_in_one_line(
-    model_file: Path, fake_plan: FakePlanning, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_plan.error = RuntimeError("whatever became of it")
+def test_exceptions_of_the_model_end_in_one_line(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(["zoo_of_models:make_mlp", "--input", "8x9", "--devices", "cpu,cpu"], capsys)
     assert "the model raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x9 and 8x16)" in line
     line = refusal(["zoo_of_models:make_mlp", "--devices", "cpu,cpu"], capsys)
@@ -475,8 +381,8 @@ def test_a_model_of_two_inputs_tells_how_they_are_given() -> None:
     assert inputs_advice(nn.Linear(8, 8), one) == "on these inputs"
 
 
-def test_a_bug_in_fxpipe_is_not_laid_on_the_model(model_file: Path, fake_plan: FakePlanning) -> None:
-    fake_plan.error = RuntimeError("a bug")
+def test_a_bug_in_fxpipe_is_not_laid_on_the_model(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_planning(monkeypatch, RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         main(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu"])
 

@@ -28,6 +28,7 @@ from fxpipe.inspect.step_summary import (
 )
 from fxpipe.planning.options.parse import TRAINING_SCHEDULES
 from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.data import Portal
 from fxpipe.scheduling import SCHEDULES
 
 SCHEDULES_HERE = ("1f1b", "gpipe", "zbv")
@@ -224,6 +225,9 @@ def test_the_document_has_the_documented_keys(
     simulation = document["simulation"]
     parts = [document, simulation, simulation["devices"][0], simulation["devices"][0]["peak"], simulation["sent"][0]]
     parts += [document["schedules"][0], document["sweep"][0], document["sweep"][0]["run"], tuned, tuned["tuning"][0]]
+    plan = documents.plan_document(make_plan(2, portals=(Portal("skip", 0, 1, 5),)))
+    assert plan["portals"] == [{"name": "skip", "source": 0, "target": 1, "bytes": 5, "formula": "", "line": ""}]
+    parts += [plan, plan["stages"][0], plan["portals"][0], plan["totals"]]
     for part in parts:
         assert part.keys() <= described, part.keys() - described
     assert json.loads(json.dumps(document, allow_nan=False)) == document

@@ -253,17 +253,6 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 # Models without memory
 
 
-def test_a_model_without_memory(
-    factories: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # 17 GB a layer: as a model with memory it would not pass here.
-    argv = [f"{factories}:make", "--kwargs", "width=65536", "--input", "1024x65536", "--meta"]
-    assert main([*argv, "--hardware", "h200", "--devices", "2", "--chunks", "4", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["totals"]["parameter_bytes"] == 2 * 4 * (65536**2 + 65536)
-    assert document["estimated_for"] == "NVIDIA H200 SXM"
-
-
 # Saved plans
 
 

@@ -184,14 +184,6 @@ def test_what_cannot_be_on_a_cluster_is_one_clear_error(options, error, words):
         planned(**options)
 
 
-def test_numbers_of_nodes_and_devices_are_whole():
-    for change in ({"nodes": 2.0}, {"devices_per_node": 1.5}):
-        with pytest.raises(ArgumentError, match="expected a whole number"):
-            replace(hardware(), **change)
-    with pytest.raises(ArgumentError, match="nodes=0"):
-        replace(hardware(), nodes=0)
-
-
 def test_replicas_of_a_plan_that_knows_no_links_cannot_be_simulated():
     plan = fxpipe.plan(deep(), 2, example_args=(torch.zeros(8, 64),), profile_budget=0.01)
     with pytest.raises(ArgumentError, match="data_parallel=2 without hardware"):

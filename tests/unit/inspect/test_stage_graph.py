@@ -2,10 +2,11 @@
 
 import re
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import pytest
 from helpers.drawn_plans import dense_portals, drawn_plan, portals_between
+from helpers.drawn_steps import bounds, check_scene
 
 from fxpipe.inspect.plan_text import portals_table
 from fxpipe.inspect.stage_graph import (
@@ -17,7 +18,6 @@ from fxpipe.inspect.stage_graph import (
     draw_stage_graph,
     node_groups_of,
 )
-from fxpipe.inspect.style import text_width
 from fxpipe.inspect.svg import Curve, Rect, Scene, Text
 from fxpipe.planning.plans import Plan
 
@@ -52,22 +52,6 @@ def arcs_of(scene: Scene) -> list[Curve]:
     return [item for item in scene.items if isinstance(item, Curve) and item.stroke in ARC_COLOURS]
 
 
-def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    slack = 0.01
-    return (
-        one[0] < other[2] - slack
-        and other[0] < one[2] - slack
-        and one[1] < other[3] - slack
-        and other[1] < one[3] - slack
-    )
-
-
-def extent(text: Text) -> tuple[float, ...]:
-    width = text_width(text.text, text.size, is_bold=text.is_bold)
-    assert text.anchor == "start"
-    return text.x, text.y - 0.75 * text.size, text.x + width, text.y + 0.2 * text.size
-
-
 def test_boxes_lie_in_their_lane_and_next_to_each_other(plan: Plan):
     scene = draw_stage_graph(plan)
     bands, boxes = lanes_of(scene), boxes_of(scene)
@@ -94,27 +78,14 @@ def test_every_node_is_in_one_group(plan: Plan):
 
 def test_nothing_is_written_over_something_else_nor_beyond_the_picture(plan: Plan):
     scene = draw_stage_graph(plan)
-    texts = [item for item in scene.items if isinstance(item, Text)]
-    extents = [extent(text) for text in texts]
-    for text, (left, top, right, bottom) in zip(texts, extents, strict=True):
-        assert left >= 0, text
-        assert top >= 0, text
-        assert right <= scene.width, text
-        assert bottom <= scene.height, text
-    rows: dict[int, list[int]] = {}
-    for k, text in enumerate(texts):
-        rows.setdefault(int(text.y // 40), []).append(k)
-    for row, found in rows.items():
-        near = found + rows.get(row + 1, [])
-        for one, other in combinations(near, 2):
-            assert not overlap(extents[one], extents[other]), (texts[one], texts[other])
+    check_scene(replace(scene, items=[item for item in scene.items if not isinstance(item, Curve)]))
 
 
 def test_names_of_modules_fit_into_their_boxes(plan: Plan):
     scene = draw_stage_graph(plan)
     boxes = boxes_of(scene)
     for text in (item for item in scene.items if isinstance(item, Text)):
-        left, top, right, bottom = extent(text)
+        left, top, right, bottom = bounds(text)
         for box in boxes:
             if box.x < left < box.x + box.width and box.y < text.y < box.y + box.height:
                 assert right <= box.x + box.width

@@ -9,7 +9,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from helpers.partition_problems import partition, problems, row, seconds
+from helpers.partition_problems import partition, problems, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,13 +146,6 @@ def test_loads_are_what_they_are_defined_to_be(problem: tuple[Chain, list[StageS
     exact_time, exact_memory = StageClocks(chain, sites, [end]), StageMemory(chain, sites)
     assert exact_time.clock(j, recompute).seconds(start, end) / exact_time.unit == time
     assert exact_memory.memory(sites[j], recompute, start, end) / exact_memory.unit == memory
-
-
-@given(st.lists(seconds, min_size=1, max_size=30), st.data())
-def test_without_transfers_and_limits_it_is_the_bottleneck_of_block(costs: list[float], data: st.DataObject) -> None:
-    stages = data.draw(st.integers(1, len(costs)))
-    chain = Chain((tuple(costs),), ((0.0,) * len(costs),))
-    assert optimal_partition(chain, [StageSite()] * stages).bottleneck == partition(costs, stages).bottleneck
 
 
 @pytest.mark.slow

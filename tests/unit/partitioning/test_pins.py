@@ -42,15 +42,6 @@ def test_pins_that_need_more_stages_than_nodes_are_refused() -> None:
         placements_for_pins({"a": 0, "c": 0}, (0, 1, 2), few)
 
 
-def test_a_map_of_all_modules_may_be_the_placement_that_is_given() -> None:
-    """Neighbours on one device share the run of nodes that is pinned to it; where the cut is, is for the solver."""
-    found, *others = placements_for_pins({"": 1, "embed": 0, "head": 0}, (0, 1, 1, 0), NODES)
-    assert not others
-    assert found.placement == (0, 1, 1, 0)
-    assert found.first_stages == (0, 1, 1, 1, 1, 3)
-    assert found.last_stages == (0, 2, 2, 2, 2, 3)
-
-
 def test_a_module_that_computes_nothing_needs_no_place() -> None:
     nodes = NodeSequence(NODES.costs, NODES.names, NODES.modules, {}, {"drop": 3, "unused": None}, {"head.lin": "head"})
     assert placements_for_pins({"drop": 1, "unused": 0}, (0, 1), nodes) == placements_for_pins({}, (0, 1), nodes)

@@ -99,23 +99,6 @@ class Rolls(Layered, linear=4):
         return self.linear(x) * (2 if random.random() < 0.5 else 1)
 
 
-class Bank(nn.Module):
-    """Its own forward goes by a buffer that it changes, so that it is continued as one node."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("bank", torch.zeros(3, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.first(x)
-        slot = int(self.pointer)
-        self.bank[slot] = y.detach().mean(0)
-        self.pointer.copy_(torch.tensor((slot + 1) % 3))
-        return self.second(y) + self.bank.sum(0)
-
-
 def _grows_lazily(m: Any, y: torch.Tensor) -> torch.Tensor:
     if m.scale is None:
         m.scale = y.shape[1] ** -0.5
@@ -140,7 +123,6 @@ WORKING: dict[str, tuple[Any, bool]] = {  # model, whether all of it is seen wit
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), True),
     "a softmax in evaluation": (lambda: Model(lambda m, y: (y, y.softmax(-1))), True),
     "a module kept whole": (lambda: nn.Sequential(nn.Linear(4, 4), Rolls(), nn.Linear(4, 4)), True),
-    "a forward that is continued": (Bank, True),
     "the batch size as a number": (lambda: Model(lambda m, y: y.view(int(f"{len(y)}"), 2, 2)), False),
     "state that evaluation makes": (lambda: Model(_grows_lazily, scale=None), False),
     "not of two samples": (lambda: Model(_is_not_for_two), False),

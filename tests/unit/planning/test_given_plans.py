@@ -17,7 +17,6 @@ from torch import nn
 
 import fxpipe
 from fxpipe.cluster import Link
-from fxpipe.errors import ArgumentError
 from fxpipe.planning.plans.figures import plan_figures
 
 
@@ -110,13 +109,6 @@ def test_inputs_that_only_evaluation_takes_say_what_to_do() -> None:
             pipe(samples(1))
         assert any("mode (train or eval) that the plan was made in" in note for note in caught.value.__notes__)
         assert not any(module.training for module in model.modules())
-
-
-def test_another_model_is_refused_in_either_mode() -> None:
-    plan = plan_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)))
-    with pytest.raises(ArgumentError, match="another graph") as caught:
-        fxpipe.pipeline(Moody().eval(), plan=plan, example_args=(samples(),))
-    assert "mode (train or eval)" not in "".join(getattr(caught.value, "__notes__", ()))
 
 
 # -- other micro-batches -----------------------------------------------------------------------------------------------

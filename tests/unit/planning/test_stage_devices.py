@@ -12,7 +12,7 @@ from torch import nn
 import fxpipe
 from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError, MemoryLimitError
-from fxpipe.hardware import HARDWARE, Hardware
+from fxpipe.hardware import HARDWARE
 from fxpipe.planning.cost_model import MEMORY_MARGIN, PlannedWorker
 from fxpipe.planning.plans.figures import simulate_step
 from fxpipe.profiling import Seconds
@@ -34,16 +34,6 @@ def test_a_plan_for_hardware_that_is_not_here(name: str) -> None:
         assert way.bytes == 2 * 4 * 8 * 4
         link = known.within
         assert way.seconds == (0.0 if link is None else link.latency + way.bytes / link.bytes_per_second)
-
-
-def test_devices_of_two_nodes_have_the_longer_way() -> None:
-    near, far = Link(1e9, 1e-6), Link(1e8, 1e-5)
-    mine = Hardware("mine", {"float32": 1e15}, 1e15, 2**30, near, far, devices_per_node=2, launch=1e-6)
-    plan = estimated(Deep(), 4, rows(), hardware=mine)
-    seconds = {(way.source, way.target): way.seconds for way in plan.sendings}
-    size = 2 * 4 * 8 * 4
-    assert seconds[0, 1] == seconds[1, 0] == seconds[2, 3] == near.latency + size / near.bytes_per_second
-    assert seconds[1, 2] == seconds[2, 1] == far.latency + size / far.bytes_per_second
 
 
 def test_given_devices_need_not_be_here_if_the_hardware_is_given() -> None:

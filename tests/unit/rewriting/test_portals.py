@@ -65,27 +65,6 @@ def test_inputs_come_from_the_caller_and_not_through_stages():
     assert "in_0" not in {skip.name for skip in program.skips}
 
 
-def test_a_value_is_received_from_its_maker_or_who_changed_it_last():
-    class Changed(nn.Module):
-        def forward(self, x):
-            h = x * 1
-            a = torch.sin(x)
-            h[:, 0] = 1
-            b = torch.cos(a)
-            h[:, 1] = 2
-            return h + b
-
-    model = EveryCut(Changed(), torch.randn(4, 4, requires_grad=True))
-    program = model.program((0, 1, 3, 5))
-    received = {(j, r.name): r.source for j, stage in enumerate(program.stages) for r in stage.receives}
-    names = [n.name for n in model.traced.nodes]
-    assert received[2, names[1]] == 1
-    assert received[1, names[0]] == 0
-    assert received[2, names[0]] == 1, "stage 1 has changed it"
-    assert received[3, names[0]] == 2, "stage 2 has changed it"
-    assert program.skips == ()
-
-
 # -- in a step -------------------------------------------------------------------------------------------------------
 
 

@@ -350,14 +350,6 @@ def test_the_generator_is_where_it_was_when_the_function_raises():
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_seeds_differ_in_every_number():
-    seeds = {mix_seed(a, b, c) for a, b, c in itertools.product(range(20), repeat=3)}
-    assert len(seeds) == 8000
-    assert len({seed % 2**32 for seed in seeds}) > 7990  # the CPU's generator takes 32 bits
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert mix_seed(1) != mix_seed(1, 0)
-
-
 # -- nobody waits ----------------------------------------------------------------------------------------------------
 
 

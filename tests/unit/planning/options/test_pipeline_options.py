@@ -25,13 +25,11 @@ from fxpipe.planning.options.parse import (
 from fxpipe.planning.options.pipeline_options import (
     OPTION_DEFAULTS,
     PLANNING_OPTIONS,
-    TRACING_OPTIONS,
     PipelineOptions,
     check_replicas,
     is_default,
     make_settings,
 )
-from fxpipe.planning.tuning.tuner import PLAN_ARGUMENTS
 from fxpipe.utils import accelerator
 
 ONLY_TO_RUN = {"deferred_batch_norm", "compile"}
@@ -79,11 +77,6 @@ def test_each_argument_is_described(function: Callable[..., Any]) -> None:
     heads = re.findall(r"^    (\w[\w, \n]*?):(?:\s)", told, flags=re.MULTILINE)
     described = {name for head in heads for name in re.split(r"[,\s]+", head)}
     assert described == {*inspect.signature(function).parameters}
-
-
-def test_the_groups_name_options_and_arguments() -> None:
-    assert {*PLANNING_OPTIONS, *TRACING_OPTIONS} <= OPTION_DEFAULTS.keys()
-    assert {*PLAN_ARGUMENTS} <= inspect.signature(fxpipe.tune).parameters.keys()
 
 
 @pytest.mark.parametrize("name", PLANNING_OPTIONS)

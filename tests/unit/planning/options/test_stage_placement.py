@@ -61,10 +61,6 @@ def test_stages_are_twice_the_devices(schedule):
     x = torch.randn(8, 8)
     plan = fxpipe.plan(_chain(), 4, chunks=4, schedule=schedule, example_args=(x,), profile_budget=0.1)
     assert len(plan.workers) == 2
-    with pytest.raises(
-        ArgumentError, match=f"stages=3 cannot be shared out with stages_per_device=2, as '{schedule}' has"
-    ):
-        fxpipe.plan(_chain(), 3, schedule=schedule, example_args=(x,))
 
 
 def test_more_stages_on_each_device():
@@ -77,7 +73,6 @@ def test_more_stages_on_each_device():
     ("schedule", "per_device", "words"),
     [
         ("interleaved_1f1b", 1, "needs 2 or more stages on each device, .* is given 2 stages on 2 devices"),
-        ("zbv", 1, "'zbv' needs 2 stages on each device"),
         ("zbv", 3, "'zbv' needs 2 stages on each device, .* is given 6 stages"),
         ("inference", None, "schedule='inference' is unknown for training; .* call the pipe under torch.no_grad"),
     ],

@@ -80,13 +80,6 @@ def sent_as_planned(plan: Plan) -> dict[tuple[int, int], int]:
     return {(way.source, way.target): plan.micro_batches * way.bytes for way in plan.sendings}
 
 
-def test_what_is_sent_at_another_length_is_what_the_plan_says() -> None:
-    plan = fxpipe.plan(model(), 2, example_args=(IDS,), dynamic_shapes=LENGTHS, chunks=4, profile_budget=0.1)
-    with fxpipe.pipeline(model(), ["cpu", "cpu"], plan=plan, example_args=(IDS,), dynamic_shapes=LENGTHS) as pipe:
-        sent = sent_in_a_step(pipe, torch.randint(17, (8, 13)))
-    assert sent == sent_as_planned(plan.at(s=13)) != sent_as_planned(plan)
-
-
 def test_a_pipe_that_has_met_a_second_length_has_the_formulas_of_all() -> None:
     with fxpipe.pipeline(model(), ["cpu", "cpu"], 4, example_args=(IDS,), profile_budget=0.1) as pipe:
         before = pipe.plan

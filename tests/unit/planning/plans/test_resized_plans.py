@@ -3,14 +3,13 @@
 import inspect
 from dataclasses import replace
 
-import pytest
 import torch
 from helpers.simulated_models import Skipping, skipping
 from torch import nn
 
 import fxpipe
 from fxpipe.planning.plans.data import HeaviestNode, Portal, StageBytes, TiedParameter
-from fxpipe.planning.plans.retarget import ACTION_SECONDS, action_seconds, resize_plan
+from fxpipe.planning.plans.retarget import ACTION_SECONDS, resize_plan
 from fxpipe.scheduling import ActionKind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
 from fxpipe.utils.polynomial import Polynomial
@@ -129,13 +128,6 @@ def test_a_stage_that_recomputes_all_but_the_last_micro_batch_recomputes() -> No
     plan = skipping()
     modes = {mode: replace(plan, checkpoint=mode).recomputes(0) for mode in ("never", "except_last", "always")}
     assert modes == {"never": False, "except_last": True, "always": True}
-
-
-@pytest.mark.parametrize(
-    ("device", "seconds"), [("cpu", ACTION_SECONDS), ("cpu:0", ACTION_SECONDS), ("cuda", 0.0), ("cuda:1", 0.0)]
-)
-def test_the_host_is_waited_for_on_the_cpu_only(device: str, seconds: float) -> None:
-    assert action_seconds(device) == seconds
 
 
 def test_each_action_has_it() -> None:

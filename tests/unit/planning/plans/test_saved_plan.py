@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sympy
 from helpers.plan_hardware import Causal, estimated, hardware, ids
-from helpers.plan_models import Deep, deep_profile, needs, planned, rows
+from helpers.plan_models import needs, planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,25 +61,6 @@ def test_a_plan_is_what_was_saved(tmp_path: Path) -> None:
         for stage in plan.stages:
             assert found.memory(stage.index) == plan.memory(stage.index)
             assert found.flops(stage.index, b=3) == plan.flops(stage.index, b=3)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"schedule": "gpipe"}, {"checkpoint": "always"}, {"checkpoint": "except_last"}]
-)
-def test_formulas_say_for_every_size_what_a_plan_of_that_size_says(options: dict[str, Any]) -> None:
-    """One plan answers for every micro-batch: cut alike, with as many of them."""
-    cut = [len(stage.nodes) for stage in planned(**options).stages]
-    options = options | {"balance": cut, "chunks": 4}
-    one = planned(**options)
-    b = sympy.Symbol("b", integer=True, positive=True)
-    for samples in (1, 3, 4):
-        x = rows()[:1].repeat(4 * samples, 1, 1)
-        other = fxpipe.plan(Deep(), 3, example_args=(x,), profile=deep_profile(), optimizer_state=1.0, **options)
-        assert other.micro_batch == samples
-        for stage in one.stages:
-            j = stage.index
-            assert one.memory(j, b=samples) == other.memory(j, b=samples) == one.memory(j).subs(b, samples)
-            assert one.flops(j, b=samples) == other.flops(j, b=samples) == one.flops(j).subs(b, samples)
 
 
 def test_flops_are_those_of_the_layers() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.layered import Layered
+from helpers.oracle import assert_same_gradients, assert_step
 from helpers.tuning_settings import BATCH, Net, settings_for
 from torch import nn
 
@@ -19,7 +20,6 @@ from fxpipe.planning.tuning.candidates import (
     SAME_STEP_TOLERANCE,
     CandidateResult,
     candidates_of_model,
-    chunks_for_batch,
     order_for_table,
     rank_fitting,
 )
@@ -47,14 +47,6 @@ def profile(model: Net, x: torch.Tensor) -> Profile:
         forward = Seconds(1e-4 * times, 4e-4 * times)
         nodes.append(replace(cost, forward=forward, backward=forward + forward, weight=forward))
     return replace(found, nodes=tuple(nodes), estimated_for="")
-
-
-def test_numbers_of_micro_batches_double_and_divide_the_batch_where_they_can() -> None:
-    assert chunks_for_batch(32, most=1000) == (1, 2, 4, 8, 16, 32)
-    assert chunks_for_batch(32, most=8) == (1, 2, 4, 8)
-    assert chunks_for_batch(120, most=1000) == (1, 2, 4, 8, 15, 30, 60, 120)
-    assert chunks_for_batch(1, most=64) == (1,)
-    assert chunks_for_batch(7, most=64) == (1, 2, 4, 7)
 
 
 def test_candidates_are_what_schedules_can_have() -> None:
@@ -162,25 +154,13 @@ def test_batch_size_is_that_of_training_not_of_the_example(model: Net, x: torch.
 def test_what_is_left_to_the_tuner_trains_as_the_model_does(options: dict[str, Any], x: torch.Tensor) -> None:
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    model, target = copy.deepcopy(plain), torch.randn(BATCH, 4)
-    with fxpipe.pipeline(model, ["cpu", "cpu"], example_args=(x,), profile_budget=0.05, **options) as pipe:
+    with fxpipe.pipeline(
+        copy.deepcopy(plain), ["cpu", "cpu"], example_args=(x,), profile_budget=0.05, **options
+    ) as pipe:
         assert pipe.plan.chunks == options.get("chunks", pipe.plan.chunks)
         assert pipe.plan.schedule == options.get("schedule") or options.get("schedule", "auto") == "auto"
-        loss = pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
-        _same_gradients(plain, model, x, target, loss)
-        plain.zero_grad(), model.zero_grad()
-        loss = F.mse_loss(pipe(x), target)
-        loss.backward()
-    _same_gradients(plain, model, x, target, loss)
-
-
-def _same_gradients(plain: nn.Module, model: nn.Module, x: Any, target: Any, loss: torch.Tensor) -> None:
-    expected = F.mse_loss(plain(x), target)
-    expected.backward()
-    torch.testing.assert_close(loss.detach(), expected.detach())
-    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert one.grad is not None
-        torch.testing.assert_close(one.grad, other.grad, msg=name)
+        assert_step(pipe, plain, x, one_pass=True)
+        assert_step(pipe, plain, x)
 
 
 def test_auto_is_what_tune_would_choose(model: Net, x: torch.Tensor, profile: Profile) -> None:
@@ -224,22 +204,32 @@ def test_a_plan_tries_what_needs_no_new_cut(model: Net, x: torch.Tensor, profile
         fxpipe.tune(plan, memory_limit=10)
 
 
-def test_measured_the_best_few_are_run_and_the_model_is_left_as_it_was(model: Net, x: torch.Tensor) -> None:
-    before = copy.deepcopy(model.state_dict())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+class Loss(Layered, scale=lambda: nn.Parameter(torch.ones(())), seen=lambda: torch.zeros(())):
+    """With a parameter and a buffer of its own."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.scale * F.mse_loss(output, target)
+
+
+@pytest.mark.parametrize("batch_size", [BATCH, 12])
+def test_measured_the_best_few_are_run_and_all_is_left_as_it_was(model: Net, x: torch.Tensor, batch_size: int) -> None:
+    loss, x, target = Loss(), x.clone().requires_grad_(), torch.zeros(BATCH, 4, requires_grad=True)
+    before = [(module, copy.deepcopy(module.state_dict())) for module in (model, loss)]
+    for tensor in (*model.parameters(), target):
+        tensor.grad = torch.ones_like(tensor)
     state = torch.get_rng_state()
     tuning = fxpipe.tune(
         model,
         ["cpu", "cpu"],
         example_args=(x,),
-        target=torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(1)),
-        loss_fn=F.mse_loss,
+        target=target,
+        loss_fn=loss,
         schedules=["gpipe", "1f1b"],
         stages_per_device=[1],
         profile_budget=0.1,
         measure=True,
-        batch_size=12,
+        batch_size=batch_size,
     )
     ran = [row for row in tuning.rows if row.measured_seconds]
     assert 1 < len(ran) <= 4
@@ -247,8 +237,11 @@ def test_measured_the_best_few_are_run_and_the_model_is_left_as_it_was(model: Ne
     assert tuning.best.measured_seconds == min(row.measured_seconds or 0 for row in ran)
     assert "measured" in str(tuning)
     assert "measured" not in str(fxpipe.tune(tuning.best.plan))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
+    for module, values in before:
+        assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
+    assert all(tensor.grad is not None and bool((tensor.grad == 1).all()) for tensor in (*model.parameters(), target))
+    assert x.grad is None
+    assert loss.scale.grad is None
     assert torch.equal(state, torch.get_rng_state())
     model.zero_grad()
 
@@ -308,22 +301,6 @@ def test_arguments_that_cannot_be_are_named(
         given.pop("profile")
     with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
         fxpipe.tune(model, ["cpu", "cpu"], **{**given, **options})
-
-
-@pytest.mark.parametrize(("hardware", "names"), [("h100", [f"cuda:{k}" for k in range(4)]), (None, ["cpu"] * 4)])
-def test_a_number_of_devices_is_so_many_as_for_a_plan(x: torch.Tensor, hardware: str | None, names: list[str]) -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    of_hardware: dict[str, Any] = {"example_args": (x,), "hardware": hardware}
-    tuning = fxpipe.tune(model, 4, **of_hardware)
-    assert tuning.best.plan is not None
-    assert [*tuning.best.plan.workers] == names
-    assert tuning.best.plan.workers == fxpipe.plan(model, 4, **of_hardware).workers
-    if hardware is not None:
-        replicas = fxpipe.tune(model, 4, data_parallel="auto", **of_hardware)
-        assert {row.data_parallel for row in replicas.rows} == {1, 2, 4}
-    for wrong in (0, True):
-        with pytest.raises((ArgumentError, ArgumentTypeError), match=f"devices={wrong}: expected a whole number"):
-            fxpipe.tune(model, wrong, **of_hardware)
 
 
 def test_beside_a_plan_nothing_that_makes_one_is_accepted(model: Net, x: torch.Tensor, profile: Profile) -> None:
@@ -394,8 +371,7 @@ def test_a_tiny_first_mini_batch_does_not_bind_later_ones(evaluates: bool) -> No
     expected = F.mse_loss(plain(x), target)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad)
+    assert_same_gradients(model, plain, loose=[name for name, _ in plain.named_parameters()])
 
 
 def test_smaller_mini_batches_and_those_that_evaluate_change_nothing() -> None:

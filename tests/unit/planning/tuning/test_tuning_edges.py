@@ -1,14 +1,11 @@
 """Where tuning could go wrong without a word: modes and schedules of one's own, what measuring leaves behind."""
 
-import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers.layered import Layered
 from helpers.tuning_settings import settings_for
 from torch import nn
 
@@ -85,41 +82,6 @@ def test_where_the_best_are_refused_others_are_tried_before_they_are_chosen(monk
     found = tuner._check_best(rows, 1, SimpleNamespace(traced=nothing, batch=8), (), {}, nothing)
     assert tried == [1, 4, 2]
     assert [row.plan is None for row in found] == [True, False, True]
-
-
-class Loss(Layered, scale=lambda: nn.Parameter(torch.ones(())), seen=lambda: torch.zeros(())):
-    """With a parameter and a buffer of its own."""
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return self.scale * F.mse_loss(output, target)
-
-
-@pytest.mark.parametrize("batch_size", [8, 12])
-def test_measuring_leaves_nothing_at_loss_inputs_and_target(
-    model: nn.Module, profile: Profile, batch_size: int
-) -> None:
-    loss, x, target = Loss(), X.clone().requires_grad_(), torch.zeros(8, 8, requires_grad=True)
-    target.grad = torch.ones(8, 8)
-    before = copy.deepcopy(loss.state_dict())
-    tuning = fxpipe.tune(
-        model,
-        ["cpu", "cpu"],
-        example_args=(x,),
-        batch_size=batch_size,
-        target=target,
-        loss_fn=loss,
-        schedules=["1f1b"],
-        stages_per_device=[1],
-        profile=profile,
-        measure=True,
-    )
-    assert tuning.best.measured_seconds is not None
-    assert x.grad is None
-    assert loss.scale.grad is None
-    assert torch.equal(target.grad, torch.ones(8, 8))
-    assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_after_measuring_tensors_are_where_they_were() -> None:
