@@ -81,11 +81,6 @@ def test_a_saved_plan_is_shown_with_replicas(argv, tmp_path, capsys):
         ("--nodes 2", "--nodes without --hardware"),
         ("--devices-per-node 2", "--devices-per-node without --hardware"),
         ("--data-parallel 2", "--data-parallel without --hardware"),
-        ("--hardware h100 --devices 4 --data-parallel 3", "--data-parallel 3: 4 devices cannot be shared"),
-        (
-            "--hardware h100 --nodes 3 --devices-per-node 2 --data-parallel 6",
-            "32 samples does not divide over 6 replicas",
-        ),
         ("--hardware h100 --nodes 2 --sweep", "--sweep compares numbers of devices"),
         ("--hardware h100 --nodes 0", "expected a whole number"),
         ("--hardware h100 --nodes 2 --mesh data", "expected data,pipe or pipe,data"),

@@ -34,18 +34,14 @@ def test_pictures_of_a_saved_plan(saved: str, tmp_path: Path, capsys: pytest.Cap
         assert "<svg" in (tmp_path / file).read_text()
     assert "plan.json, 1f1b, 6 micro-batches" in (tmp_path / "t.svg").read_text()
     assert str(tmp_path) not in (tmp_path / "r.html").read_text()
-    assert main([saved, "--timeline", str(tmp_path / "t.json"), "--schedule", "gpipe"]) == 0
-    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-
-
-def test_it_says_which_files_it_wrote(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {"timeline": tmp_path / "t.svg", "save": tmp_path / "p.json"}
-    assert main([saved, "--json", *(part for name, file in files.items() for part in (f"--{name}", str(file)))]) == 0
+    timeline, copied = tmp_path / "t.json", tmp_path / "p.json"
+    assert main([saved, "--json", "--timeline", str(timeline), "--save", str(copied), "--schedule", "gpipe"]) == 0
+    assert json.loads(timeline.read_text())["traceEvents"]
     captured = capsys.readouterr()
     json.loads(captured.out)  # which has nothing else
     assert captured.err.splitlines() == [
-        f"fxpipe.inspect: wrote a timeline to {files['timeline']}",
-        f"fxpipe.inspect: wrote a plan to {files['save']}",
+        f"fxpipe.inspect: wrote a timeline to {timeline}",
+        f"fxpipe.inspect: wrote a plan to {copied}",
     ]
 
 

@@ -57,16 +57,6 @@ def test_schedules_on_the_stages_of_a_plan() -> None:
     assert "yes" not in text  # no limit is known
 
 
-@pytest.mark.parametrize("schedule", ["dualpipev", "v_half", "v_min"])
-def test_schedules_on_stages_that_go_there_and_back(schedule: str) -> None:
-    plan = replace(make_plan(6, 8, schedule), placement=(0, 1, 2, 2, 1, 0))
-    runs = compare_schedules(plan)
-    assert runs[0].schedule == schedule
-    assert {run.schedule for run in runs} >= {"zbv", "dualpipev", "v_half", "v_min"}
-    by_name = {run.schedule: run for run in runs}
-    assert by_name["v_min"].peak_bytes < by_name["zbv"].peak_bytes < by_name["gpipe"].peak_bytes
-
-
 def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
     plan = limited(make_plan(3, 8), 60 * MIB)
     plan = replace(plan, stages=(*plan.stages[:2], replace(plan.stages[2], memory_limit=20 * MIB)))

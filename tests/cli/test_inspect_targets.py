@@ -74,11 +74,8 @@ def factories(tmp_path: Path) -> str:
     [
         ("x=4", 4),
         ("x=0.1", 0.1),
-        ("x=1e-3", 1e-3),
         ("x=true", True),
-        ("x=False", False),
         ("x=null", None),
-        ("x=None", None),
         ("x=small", "small"),
         ("x='4'", "4"),
         ("x=[8,16]", [8, 16]),
@@ -86,7 +83,6 @@ def factories(tmp_path: Path) -> str:
         ('x={"a": [1]}', {"a": [1]}),
         ("x=", ""),
         ("x=a=b", "a=b"),
-        ("x=cuda:0", "cuda:0"),
         ("x=__import__('os')", "__import__('os')"),  # text, and nothing that is run
     ],
 )
@@ -176,12 +172,6 @@ def test_subjects() -> None:
     ("name", "kwargs", "made", "inputs"),
     [
         ("gpt2", TINY_GPT, "GPT2LMHeadModel", ["input_ids=8x12:int64"]),
-        (
-            "bert",
-            {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 30},
-            "BertForMaskedLM",
-            ["input_ids=8x128:int64"],
-        ),
         (
             "t5",
             {"num_layers": 1, "d_model": 16, "d_ff": 16, "vocab_size": 30},

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.oracle import assert_same_gradients, assert_same_state, train_step
 from helpers.partition_problems import problems
+from helpers.plan_models import assert_trains_like
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -117,7 +117,7 @@ def test_a_stage_recomputes_no_more_than_its_memory_asks_for(schedule: str, stag
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_it_trains_like_the_plain_model(schedule: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain, loss = Blocks(), nn.functional.mse_loss
+    plain = Blocks()
     share = {"1f1b": 0.8, "zero_bubble": 0.95}[schedule]
     options: dict[str, Any] = {"profile": profile(), "optimizer_state": 0.0, "memory_limit": limit(share)}
     inputs: dict[str, Any] = {"example_args": (rows(),)}
@@ -129,21 +129,7 @@ def test_it_trains_like_the_plain_model(schedule: str, tmp_path: Path) -> None:
     assert len(plan.stages) > 2
     with fxpipe.pipeline(copy.deepcopy(plain), schedule=schedule, plan=plan, **inputs) as pipe:
         assert (pipe.plan.placement, pipe.plan.modes) == (plan.placement, plan.modes)
-        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, pipe)]
-        for step in range(3):
-            x, target = rows(), rows()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            torch.manual_seed(step)
-            seed = int(torch.randint(2**62, ()).item())  # dropout is recomputed, too
-            order = {"args": (x,), "kwargs": {}, "order": "1f1b", "seed": seed, "batch": CHUNKS, "chunks": CHUNKS}
-            train_step(plain, target=target, loss_fn=loss, **order)
-            torch.manual_seed(step)
-            pipe.forward_backward(x, target=target, loss_fn=loss)
-            assert_same_gradients(pipe, plain)
-            for optimizer in optimizers:
-                optimizer.step()
-        assert_same_state(pipe, plain)
+        assert_trains_like(plain, pipe, lambda: (rows(),), chunks=CHUNKS)  # dropout is recomputed, too
         ran = {record.action.stage for record in pipe.last_step.actions if record.action.kind is ActionKind.RECOMPUTE}
         assert ran == {j for j, mode in enumerate(plan.modes) if mode == "always"}
         x = rows()

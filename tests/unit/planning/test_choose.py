@@ -4,7 +4,6 @@ import contextlib
 import copy
 import re
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -29,9 +28,6 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import MemoryLimitError
 from fxpipe.hardware import HARDWARE
-from fxpipe.partitioning.chain import Chain, ParameterUse, StageSite
-from fxpipe.partitioning.optimal import optimal_partition
-from fxpipe.planning.choose import share_memory
 from fxpipe.profiling import Seconds
 from fxpipe.scheduling import ActionKind
 
@@ -284,23 +280,6 @@ def test_stages_that_fit_together_need_not_each_fit_into_an_even_share() -> None
     with pytest.raises(MemoryLimitError) as caught:
         fxpipe.plan(Lopsided(), 2, example_args=(x,), balance=["large"], memory_limit=limit // 4, **options)
     assert str(caught.value).startswith("stages on one device share its memory, here as even parts of it:\nno cut")
-
-
-def test_stages_get_shares_of_memory_by_their_needs() -> None:
-    """Neither even shares fit, nor the cut in which each stage may use all of its device's memory."""
-    weights = tuple(ParameterUse(size, (k,), is_trained=True) for k, size in enumerate((20, 1, 20, 2, 20, 2, 5, 20)))
-    forward = (7.0, 4.0, 3.0, 4.0, 4.0, 3.0, 2.0, 5.0)
-    chain = Chain((forward,), (tuple(2 * seconds for seconds in forward),), weights=weights, working=(0.0,) * 8)
-    pools, memory = (0, 1, 0, 1), 189.0
-    solve = partial(optimal_partition, chain, explains=False)
-    with pytest.raises(MemoryLimitError):
-        solve([StageSite(memory=memory / 2)] * 4)
-    greedy = [load.memory for load in solve([StageSite(memory=memory)] * 4).loads]
-    assert max(greedy[0] + greedy[2], greedy[1] + greedy[3]) > memory
-    cut, sites = share_memory([StageSite(memory=memory / 2)] * 4, pools, solve, solve)
-    assert all(load.memory <= site.memory for load, site in zip(cut.loads, sites, strict=True))
-    assert sites[0].memory + sites[2].memory == pytest.approx(memory)
-    assert sites[1].memory + sites[3].memory == pytest.approx(memory)
 
 
 @pytest.mark.parametrize("stages", [4, 6])

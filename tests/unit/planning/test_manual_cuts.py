@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.layered import Layered
-from helpers.oracle import assert_same_gradients, assert_same_state, closing, train_step
+from helpers.oracle import closing
+from helpers.plan_models import assert_trains_like
 from torch import nn
 
 import fxpipe
@@ -40,10 +40,6 @@ class Tied(nn.Module):
         return out
 
 
-def loss(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(y.flatten(0, 1), t.flatten())
-
-
 def pipe_of(model: nn.Module, devices: int = 3, **options: Any) -> Any:
     ids = torch.randint(11, (BATCH, 5))
     return closing(fxpipe.pipeline(model, ["cpu"] * devices, CHUNKS, example_args=(ids,), **options))
@@ -59,20 +55,9 @@ def device_of(pipe: Any, module: str) -> set[int]:
     }
 
 
-def assert_trains_like(plain: nn.Module, pipe: Any) -> None:
-    """Three steps of SGD; the tied weight within a tolerance, as its gradient is summed stage by stage."""
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, pipe)]
-    for _ in range(3):
-        ids, target = torch.randint(11, (BATCH, 5)), torch.randint(11, (BATCH, 5))
-        plain.zero_grad()
-        pipe.zero_grad()
-        train_step(plain, (ids,), {}, target, loss, chunks=CHUNKS, order="1f1b", seed=0, batch=BATCH)
-        pipe.forward_backward(ids, target=target, loss_fn=loss)
-        assert_same_gradients(pipe, plain, loose=["tokens.weight"])
-        for optimizer in optimizers:
-            optimizer.step()
-        pipe.load_state_dict(plain.state_dict())
-    assert_same_state(pipe, plain)
+def assert_trains(plain: nn.Module, pipe: Any) -> None:
+    """As the plain model; the tied weight within a tolerance, as its gradient is summed stage by stage."""
+    assert_trains_like(plain, pipe, lambda: (torch.randint(11, (BATCH, 5)),), chunks=CHUNKS, loose=["tokens.weight"])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +73,7 @@ def test_stages_end_behind_the_names(names: list[str], last: set[str]) -> None:
     with pipe_of(copy.deepcopy(plain), balance=names) as pipe:
         assert last <= {stage.nodes[-1] for stage in pipe.plan.stages}
         assert pipe.plan.balance == "by hand"
-        assert_trains_like(plain, pipe)
+        assert_trains(plain, pipe)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +94,7 @@ def test_modules_go_where_they_are_pinned(options: Any, placement: tuple[int, ..
         pins = options.get("pin") or options["balance"]
         for module, device in pins.items():
             assert not module or device_of(pipe, module) == {device}
-        assert_trains_like(plain, pipe)
+        assert_trains(plain, pipe)
 
 
 @pytest.mark.parametrize(("cuts", "devices"), [((2, 4), 3), ((3,), 3), ((1,), 2)])
@@ -118,7 +103,7 @@ def test_marks_in_forward_end_stages(cuts: tuple[int, ...], devices: int) -> Non
     with pipe_of(copy.deepcopy(plain), devices) as pipe:
         firsts = {stage.nodes[0] for stage in pipe.plan.stages}
         assert {f"blocks_{k}_0" for k in cuts} <= firsts
-        assert_trains_like(plain, pipe)
+        assert_trains(plain, pipe)
 
 
 def test_marks_and_names_go_together() -> None:

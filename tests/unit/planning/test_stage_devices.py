@@ -1,7 +1,6 @@
 """Where stages run: hardware that is not here, links, devices that are not equal, and the memory that they have."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,10 @@ import fxpipe
 from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.hardware import HARDWARE
-from fxpipe.planning.cost_model import MEMORY_MARGIN, PlannedWorker
+from fxpipe.planning.choose import choose_cut
+from fxpipe.planning.cost_model import MEMORY_MARGIN
+from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
+from fxpipe.planning.passes import prepare_cut
 from fxpipe.planning.plans.figures import simulate_step
 from fxpipe.profiling import Seconds
 
@@ -88,44 +90,23 @@ def test_slow_links_move_the_cut_to_where_little_is_sent() -> None:
     assert simulate_step(without_host(slow)).step_seconds < simulate_step(without_host(block)).step_seconds
 
 
-def two_kinds(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
-    """The second of two devices is of another kind, that many times as slow."""
-    measured = fxpipe.profiling.profile
-    asked: list[int] = []
-
-    def profile(*args: Any, **options: Any) -> fxpipe.Profile:
-        asked.append(1)
-        found = measured(*args, **options | {"hardware": hardware(), "device": None})
-        if len(asked) == 1:
-            return found
-
-        def slower(seconds: Seconds) -> Seconds:
-            return Seconds(times * seconds.fixed, times * seconds.per_sample)
-
-        return replace(
-            found,
-            nodes=tuple(
-                replace(n, forward=slower(n.forward), backward=slower(n.backward), weight=slower(n.weight))
-                for n in found.nodes
-            ),
-            estimated_for="",
-        )
-
-    monkeypatch.setattr("fxpipe.planning.passes.profile", profile)
-    monkeypatch.setattr("fxpipe.planning.passes.device_kinds", lambda devices: list(devices[:2]))
-    monkeypatch.setattr(
-        "fxpipe.planning.passes.ProfiledModel.profiles_for", lambda studied, settings: list(studied.profiles)
-    )
-    monkeypatch.setattr("fxpipe.planning.choose.remaining_kinds", lambda before, now: (0, 1))
-    monkeypatch.setattr(
-        "fxpipe.planning.cost_model.planned_workers", lambda settings: (PlannedWorker(0, None), PlannedWorker(1, None))
-    )
-
-
 @pytest.mark.parametrize("times", [3.0, 1 / 3])
 def test_unequal_devices_get_unequal_shares(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
-    two_kinds(monkeypatch, times)
-    plan = fxpipe.plan(Deep(), 2, example_args=(rows(),), chunks=CHUNKS)
+    """The second device is of another kind, that many times as slow."""
+    monkeypatch.setattr("fxpipe.planning.cost_model.local_link", lambda one, other: None)
+    traced = fxpipe.trace(Deep(), (rows(),), chunks=CHUNKS)
+    first = fxpipe.profile(traced, (rows(),), micro_batch=2, hardware=hardware())
+
+    def slower(seconds: Seconds) -> Seconds:
+        return Seconds(times * seconds.fixed, times * seconds.per_sample)
+
+    nodes = (
+        replace(n, forward=slower(n.forward), backward=slower(n.backward), weight=slower(n.weight)) for n in first.nodes
+    )
+    options = PipelineOptions(devices=["cpu", "cuda:0"], chunks=CHUNKS, memory_limit="1GiB")
+    settings = make_settings(options, anywhere=True)
+    cut = choose_cut(traced, [first, replace(first, nodes=tuple(nodes))], BATCH, settings)
+    plan = prepare_cut(cut, BATCH, settings).plan
     assert plan.balance == "optimal"
     assert bottleneck(plan)["optimal"] < bottleneck(plan)["block"]
     fewer, more = sorted(plan.stages, key=lambda stage: len(stage.nodes))

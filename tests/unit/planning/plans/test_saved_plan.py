@@ -129,23 +129,16 @@ def test_a_damaged_plan_is_a_plan_or_refused(tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize(
     ("field", "number", "why"),
     [
-        ("forward_seconds", -1, r"stages\[0\]\.forward=-1 is no time"),
-        ("weight_seconds", 1e9, r"stages\[0\]\.weight=1000000000\.0 is more than its backward"),
+        ("forward_seconds", "-1", r"stages\[0\]\.forward=-1 is no time"),
+        ("weight_seconds", "1e9", r"stages\[0\]\.weight=1000000000\.0 is more than its backward"),
+        ("forward_seconds", "NaN", r"stages\[0\]\.forward_seconds is nan: expected a finite number"),
+        ("forward_seconds", "1e999", r"stages\[0\]\.forward_seconds is inf: expected a finite number"),
     ],
 )
-def test_seconds_that_cannot_be_are_refused(tmp_path: Path, field: str, number: float, why: str) -> None:
+def test_seconds_that_cannot_be_are_refused(tmp_path: Path, field: str, number: str, why: str) -> None:
     """They were taken, and printing the plan failed."""
     changed = copy.deepcopy(document())
-    changed["stages"][0][field] = number
-    (tmp_path / "plan.json").write_text(json.dumps(changed))
-    with pytest.raises(ArgumentError, match=rf"plan\.json is no plan of fxpipe: {why}"):
-        fxpipe.Plan.load(tmp_path / "plan.json")
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
-def test_what_is_no_number_is_refused(tmp_path: Path, number: str) -> None:
-    changed = copy.deepcopy(document())
-    changed["stages"][0]["forward_seconds"] = "HERE"
+    changed["stages"][0][field] = "HERE"
     (tmp_path / "plan.json").write_text(json.dumps(changed).replace('"HERE"', number))
-    with pytest.raises(ArgumentError, match=r"stages\[0\]\.forward_seconds is (nan|inf): expected a finite number"):
+    with pytest.raises(ArgumentError, match=rf"plan\.json is no plan of fxpipe: {why}"):
         fxpipe.Plan.load(tmp_path / "plan.json")
