@@ -91,12 +91,6 @@ def test_what_does_not_go_together_is_one_line(argv, options, words, capsys):
     assert words in refusal([*argv, *options.split()], capsys)
 
 
-def test_replicas_are_not_chosen_for_a_plan_that_is_made(argv, tmp_path, capsys):
-    path = tmp_path / "plan.json"
-    run([*argv, "--hardware", "h100", "--devices", "2", "--save", str(path)], capsys)
-    assert "--data-parallel auto needs the model" in refusal([str(path), "--data-parallel", "auto"], capsys)
-
-
 SKIPPING = """
 import torch
 class Skipping(torch.nn.Module):

@@ -128,9 +128,6 @@ def test_places_are_looked_at_before_the_work(
     assert all(part.format(tmp_path) in found for part in expected), found
 
 
-# Imports
-
-
 def test_help_and_import_take_nothing_heavy_along() -> None:
     code = (
         "import sys, fxpipe\nfrom fxpipe.inspect.cli import main\n"
@@ -143,9 +140,6 @@ def test_help_and_import_take_nothing_heavy_along() -> None:
     assert done.stdout.endswith("[]\n")
     for example in ("hf:gpt2", "--sweep", "--tune", "--report report.html"):
         assert example in done.stdout
-
-
-# How it ends
 
 
 def test_an_interrupted_process_ends_without_a_traceback(tmp_path: Path) -> None:

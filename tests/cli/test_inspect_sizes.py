@@ -58,7 +58,6 @@ def test_figures_are_those_of_the_sizes_that_are_asked_for(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sizes", "t=8"], "--sizes: t=8 is no size of the plan, nor another argument: the plan has 's'"),
         (["--sizes", "s=65"], "--sizes: s=65: the graph of the plan is one for sizes of 2 to 64"),
         (["--sizes", "s"], "'s': expected the name of a size and a whole number, as in s=512"),
         (["--dynamic", "ids=1"], "'ids=1': expected an input, a dimension and a name, as in ids:1=s"),

@@ -38,9 +38,6 @@ def limited(plan: Plan, limit: int) -> Plan:
     return replace(plan, stages=tuple(replace(stage, memory_limit=limit) for stage in plan.stages))
 
 
-# One plan, several schedules
-
-
 def test_schedules_on_the_stages_of_a_plan() -> None:
     plan = replace(plan_for(4, "1f1b"), chunks=8)
     runs = compare_schedules(plan)
@@ -68,9 +65,6 @@ def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
     assert (outcome.over_bytes, outcome.fits) == (run.over_bytes, False)
     assert "does not fit: device 2 lacks" in str(plan)
     assert "of 20.0 MiB" in device_text(simulation)
-
-
-# Numbers of devices
 
 
 def test_devices_of_a_sweep() -> None:
@@ -135,8 +129,6 @@ def test_what_does_not_fit_and_what_cannot_be_cut_are_rows() -> None:
     assert text.endswith("no plan for\n- 4 devices, 1f1b: only 3 nodes")
     assert "nothing fits" in sweep_text(rows[:1])
 
-
-# The command
 
 MLP = "from torch import nn\ndef make(n=6): return nn.Sequential(*[nn.Linear(64, 64) for _ in range(n)])\n"
 

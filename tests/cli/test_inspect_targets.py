@@ -66,9 +66,6 @@ def factories(tmp_path: Path) -> str:
     return str(path)
 
 
-# Arguments of a factory
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -127,9 +124,6 @@ def test_mistakes_in_arguments_end_in_one_line(name: str, factories: str, capsys
     assert all(part in found for part in expected), found
 
 
-# Named inputs
-
-
 def test_inputs_by_name(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = ["--input", "tokens=8x3:int64", "--input", f"scale={factories}:make_scale"]
     assert main([f"{factories}:Named", *inputs, "--devices", "2", "--chunks", "2", "--json"]) == 0
@@ -153,9 +147,6 @@ def test_integers_below_a_vocabulary_and_inputs_without_values() -> None:
     empty = make_arguments(given, on_meta=True)
     assert {tensor.device.type for tensor in (*empty.args, *empty.kwargs.values())} == {"meta"}
     assert empty.args[1].dtype is torch.bfloat16
-
-
-# Models of transformers
 
 
 def test_subjects() -> None:
@@ -240,12 +231,6 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert refusal(["hf:gpt2"], capsys).endswith("hf:gpt2 needs transformers: pip install transformers")
 
 
-# Models without memory
-
-
-# Saved plans
-
-
 def test_a_saved_plan_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     make_plan(3, 8).save(path)
@@ -262,12 +247,15 @@ def test_a_saved_plan_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_what_a_saved_plan_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     make_plan(2).save(path)
-    for option in ("--devices 4", "--input 8x8", "--meta", "--balance block", "--sweep", "--leaf a", "--dynamic x:1=s"):
+    needing = ("--devices 4", "--input 8x8", "--meta", "--balance block", "--sweep", "--leaf a", "--dynamic x:1=s")
+    for option in needing:
         name, line = option.split()[0], refusal([str(path), *option.split()], capsys)
         assert line == (
             f"fxpipe.inspect: {name} needs the model, and {path} is a plan that is made already; give the factory"
         )
+    assert "--data-parallel auto needs the model" in refusal([str(path), "--data-parallel", "auto"], capsys)
     assert "--code 2: no such stage; stages are 0 to 1" in refusal([str(path), "--code", "2"], capsys)
+    assert "--code -1: no such stage" in refusal([str(path), "--code", "-1"], capsys)
     assert f"{tmp_path}/no.json: cannot be read: No such file" in refusal([f"{tmp_path}/no.json"], capsys)
     path.write_text("{}")
     assert "is no plan of fxpipe" in refusal([str(path)], capsys)
@@ -289,8 +277,6 @@ def test_refusals_of_planning_name_the_option(factories: str, capsys: pytest.Cap
     assert "inspect: --memory-limit lots is no number of bytes" in refusal(argv, capsys)
     assert "TARGET goes before --kwargs" in refusal(["--kwargs", "width=2", f"{factories}:make"], capsys)
 
-
-# -- memory ----------------------------------------------------------------------------------------------------------
 
 ALLOCATOR = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -363,8 +349,6 @@ def test_a_model_that_reads_values_is_answered_without_meta(
     assert "cannot be called on meta tensors" in found
     assert "if forward reads values there, leave --meta out" in found
 
-
-# -- a loss ------------------------------------------------------------------------------------------------------------
 
 LOSSES = """
 import torch

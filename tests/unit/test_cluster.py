@@ -24,9 +24,6 @@ def cluster(
     return Cluster(size, adapters, NEAR, FAR, pipe, data, mesh)
 
 
-# -- where devices stand, and the links between them -----------------------------------------------------------------
-
-
 def test_replicas_fill_nodes_as_a_device_mesh_of_that_order():
     whole = torch.arange(8)
     for mesh in MESHES:
@@ -56,9 +53,6 @@ def test_a_boundary_that_crosses_nodes_in_some_replica_costs_that_in_all():
     assert [uneven.crossings(k, k + 1) for k in range(2)] == [1, 0]
     assert uneven.link(0, 1) == FAR
     assert uneven.link(1, 2) == NEAR
-
-
-# -- reductions ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
@@ -93,9 +87,6 @@ def test_gradients_are_reduced_in_buckets_as_large_as_those_of_ddp():
     assert seconds == pytest.approx(10 * cluster(1, 4).group(0).seconds(BUCKET_BYTES))
     assert cluster(1, 4).reduction(0, 0) == (0.0, 1)
     assert cluster(4).reduction(0, 10**9) == (0.0, 1)
-
-
-# -- plans -----------------------------------------------------------------------------------------------------------
 
 
 def deep(layers: int = 8, width: int = 64) -> nn.Module:

@@ -14,26 +14,13 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import (
-    HARDWARE,
-    Hardware,
-    cluster_of,
-    fit_link,
-    load_hardware,
-    local_link,
-    local_memory,
-    parse_hardware,
-)
+from fxpipe.hardware import Hardware, cluster_of, fit_link, load_hardware, local_link, local_memory, parse_hardware
 from fxpipe.partitioning.chain import Link
-from fxpipe.profiling import saved_storages
 from fxpipe.profiling.probe import OperationCounter
 from fxpipe.utils import accelerator
 
 NETWORK = Link(1e9, 1e-5)
 PLAIN = Hardware("plain", {"float32": 1e12, "bfloat16": 16e12}, 1e11, 2**30, None, NETWORK)  # no launch, no losses
-
-
-# -- the figures -----------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_name_says_what_is_known():
@@ -89,9 +76,6 @@ def test_the_longest_of_arithmetic_traffic_and_launch_counts():
     assert some.seconds(1e12, "float8_e5m2", 0) == 2.0  # a type without a rate
     assert some.seconds(1e12, "float32", 1e11) == 4.0
     assert some.seconds(1.0, "float32", 1.0) == 1e-3
-
-
-# -- links -----------------------------------------------------------------------------------------------------------
 
 
 def test_links_go_by_position():
@@ -345,26 +329,3 @@ def test_a_model_that_asks_for_values_is_estimated_on_them():
     seconds = sum(PLAIN.seconds(flops, dtype, moved) for dtype, flops, moved in record.take())
     assert costs.forward_seconds == pytest.approx(seconds, rel=0.2)  # other numbers are dropped and picked
     assert costs.estimated_for == "plain"
-
-
-def test_more_equal_layers_are_no_more_kinds(monkeypatch):
-    found = []
-    real = saved_storages.probe_node
-    monkeypatch.setattr(saved_storages, "probe_node", lambda *args: found.append(args[0]) or real(*args))
-
-    def kinds(layers):
-        found.clear()
-        with torch.device("meta"):
-            model = GPT(layers=layers)
-        ids = torch.zeros(4, 8, dtype=torch.long)
-        fxpipe.profile(fxpipe.trace(model, (ids,)), (ids,))
-        return len(found)
-
-    assert kinds(2) == kinds(6)
-
-
-def test_hardware_is_chosen_by_name():
-    model, x = nn.Sequential(nn.Linear(4, 4)), torch.zeros(4, 4)
-    traced = fxpipe.trace(model, (x,))
-    assert fxpipe.profile(traced, (x,), hardware="cpu").estimated_for == HARDWARE["cpu"].name
-    assert fxpipe.profile(traced, (x,)).estimated_for == ""

@@ -56,9 +56,6 @@ def _end(event: dict) -> float:
     return event["ts"] + max(event["dur"], 1e-3)
 
 
-# -- the picture as data ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [*STEPS, *LARGE])
 def test_nothing_is_cut_off_and_no_text_covers_another(name):
     found, drawn = _drawn(name)
@@ -131,9 +128,6 @@ def test_more_actions_than_boxes_are_a_shape_for_each_kind_and_device():
     assert len(svg_of(drawn)) < 400_000
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_parts_of_a_devices_memory_are_stacked_to_its_peak():
     found, drawn = _drawn("two devices")
     panels = [item for item in _memory(drawn) if isinstance(item, Rect)]
@@ -177,9 +171,6 @@ def test_a_limit_is_a_line_unless_it_would_flatten_the_curves(limit, is_drawn, d
     assert f"limit {'' if is_drawn else 'of '}{limit / GIB:.1f} GiB" in texts
 
 
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
 def test_every_format_is_written_whole(tmp_path):
     found = STEPS["two devices"]()
     for form in TIMELINE_FORMATS:
@@ -193,9 +184,6 @@ def test_every_format_is_written_whole(tmp_path):
     )
     KNOWN.save_timeline(tmp_path / "record.svg")
     assert "measured step" in (tmp_path / "record.svg").read_text(encoding="utf-8")
-
-
-# -- a trace ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["two devices", "a V", "recompute"])

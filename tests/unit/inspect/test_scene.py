@@ -120,19 +120,12 @@ def _seen(colour: str, eye: str) -> tuple[float, float, float]:
     [
         {**{str(kind): colour for kind, colour in colours.KIND_COLOURS.items()}, "bubble": PAPER},
         {name: colours.MEMORY_COLOURS[name] for name in ("activations", "portals", "working")},
+        *(dict((one, two)) for one, two in pairwise(colours.MEMORY_COLOURS.items())),  # which lie on each other
     ],
-    ids=["kinds of actions", "parts of memory"],
 )
 def test_any_two_are_told_apart(palette, eye):
     for one, two in combinations(palette, 2):
         assert dist(_seen(palette[one], eye), _seen(palette[two], eye)) > APART, (one, two)
-
-
-def test_parts_of_memory_that_lie_on_each_other_are_told_apart():
-    shown = list(colours.MEMORY_COLOURS.values())
-    for eye in EYES:
-        for one, two in pairwise(shown):
-            assert dist(_seen(one, eye), _seen(two, eye)) > APART
 
 
 def test_kinds_of_actions_differ_in_lightness_so_that_grey_will_do():

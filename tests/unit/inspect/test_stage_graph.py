@@ -93,17 +93,12 @@ def test_names_of_modules_fit_into_their_boxes(plan: Plan):
                 assert bottom <= box.y + box.height
 
 
-def test_every_portal_is_drawn(plan: Plan):
-    scene = draw_stage_graph(plan)
-    bundles = bundles_of(plan.portals)
+def test_every_portal_is_an_arc_from_lane_to_lane_within_the_picture(plan: Plan):
+    scene, bundles = draw_stage_graph(plan), bundles_of(plan.portals)
     assert sum(len(bundle.portals) for bundle in bundles) == len(plan.portals)
     assert len(arcs_of(scene)) == len(bundles)
-
-
-def test_arcs_go_from_lane_to_lane_within_the_picture(plan: Plan):
-    scene = draw_stage_graph(plan)
     bands = lanes_of(scene)
-    ends = {(bundle.source, bundle.target) for bundle in bundles_of(plan.portals)}
+    ends = {(bundle.source, bundle.target) for bundle in bundles}
     for arc in arcs_of(scene):
         source = next(j for j, band in enumerate(bands) if band.y <= arc.start[1] <= band.y + band.height)
         target = next(j for j, band in enumerate(bands) if band.y <= arc.end[1] <= band.y + band.height)

@@ -126,8 +126,6 @@ def test_block_partition_refuses() -> None:
         block_partition([1.0], 2)
 
 
-# partition
-
 NAMES = ["x", "stem_conv", "stem_relu", "body_conv", "body_relu", "head"]
 MODULES = ["", "stem.conv", "stem.relu", "body.0.conv", "body.0.relu", "head"]
 COSTS = [0.0, 3.0, 1.0, 4.0, 1.0, 1.0]
@@ -252,9 +250,6 @@ def test_all_that_is_wrong_with_cuts_is_said_at_once() -> None:
     said = refusal(PartitionError, stages=3, balance=["one", "two"])
     assert "'one'" in said
     assert "'two'" in said
-
-
-# The module
 
 
 def test_imports_the_standard_library_errors_costs_and_what_is_printed_with_only() -> None:

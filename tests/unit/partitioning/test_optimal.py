@@ -109,9 +109,6 @@ def best_of_all(chain: Chain, sites: Sequence[StageSite]) -> tuple[float, int] |
     return min(found, default=None)
 
 
-# the best cut
-
-
 @settings(max_examples=250)
 @given(problems())
 def test_no_cut_is_better(problem: tuple[Chain, list[StageSite]]) -> None:
@@ -159,8 +156,6 @@ def test_ten_thousand_nodes_over_sixty_four_stages(heavy: float) -> None:
     loads = stage_loads(chain, [StageSite(link=Link(10.0))] * 64, block.starts, [False] * 64)
     assert block.bottleneck <= cut.bottleneck <= max(load.seconds for load in loads)
 
-
-# where nothing fits
 
 GIB = 2.0**30
 NAMES = tuple("abcdefgh")
@@ -238,13 +233,6 @@ def test_too_many_stages_are_refused_without_a_word_of_memory() -> None:
     assert not isinstance(caught.value, MemoryLimitError)
     with pytest.raises(PartitionError, match="some is out of order"):
         optimal_partition(row(1.0, 1.0, first_stages=(1, 0), last_stages=(1, 0)), [StageSite()] * 2)
-
-
-def test_a_cut_that_is_not_explained() -> None:
-    with pytest.raises(MemoryLimitError, match=r"^no cut into 2 stages fits into memory$"):
-        optimal_partition(
-            row(1.0, 1.0, weights=(ParameterUse(100.0, (0,), False),)), [StageSite(memory=1.0)] * 2, explains=False
-        )
 
 
 def cost_of(misplaced, starts):

@@ -174,9 +174,6 @@ def test_one_device_recomputes_a_part() -> None:
     assert again(plan) < 0.6 * sum(stage.forward_seconds for stage in plan.stages)
 
 
-# -- the search --------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=100, deadline=None)
 @given(problems(), st.booleans())
 def test_parts_fit_and_recompute_less(problem: tuple[Chain, list[StageSite]], is_free: bool) -> None:
@@ -236,9 +233,6 @@ def test_no_two_parts_recompute_less(nodes: list[tuple[int, int]], in_flight: in
     best = min(map(recomputed, fitting))
     found = list(partial_recompute_cuts(chain, [site], (0,), (True,), None))
     assert [recomputed(parts) for parts in found] == ([best] if best < recomputed(ways[0]) else [])
-
-
-# -- schedules ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble", "zero_bubble_2p"])

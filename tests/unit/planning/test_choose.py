@@ -37,9 +37,6 @@ def recomputed(pipe: Any) -> set[int]:
     return {record.action.stage for record in pipe.last_step.actions if record.action.kind is ActionKind.RECOMPUTE}
 
 
-# -- within memory -----------------------------------------------------------------------------------------------------
-
-
 def test_where_all_fits_nobody_recomputes() -> None:
     free = planned()
     plan = planned(memory_limit=max(needs(free)))
@@ -94,9 +91,6 @@ def test_what_is_planned_fits_by_the_plans_own_word(schedule: str, checkpoint: s
             fitted += 1
     assert fitted
     assert refused
-
-
-# -- where nothing fits ------------------------------------------------------------------------------------------------
 
 
 def refusal(**options: Any) -> str:
@@ -182,9 +176,6 @@ def test_what_is_refused_can_be_caught_as_what_it_is() -> None:
             planned(memory_limit="1KiB")
 
 
-# -- limits beside what is said by hand --------------------------------------------------------------------------------
-
-
 def test_unequal_limits_move_the_cut() -> None:
     largest = max(needs(planned(2)))
     even, first, second = (
@@ -218,24 +209,6 @@ def test_a_cut_that_is_given_stays_and_its_stages_recompute(options: dict[str, A
     assert plan.balance == free.balance
     assert plan.modes[0] == "always"
     assert plan.modes[2] == "never"
-
-
-def test_marks_and_a_limit() -> None:
-    class Marked(Deep):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for k, layer in enumerate(self.layers):
-                if k == 2:
-                    fxpipe.cut()
-                x = torch.tanh(layer(x)).sin() * 2
-            return x
-
-    options: dict[str, Any] = {"example_args": (rows(),), "chunks": CHUNKS}
-    profile = fxpipe.profile(fxpipe.trace(Marked(), (rows(),), chunks=CHUNKS), (rows(),), micro_batch=2, hardware="cpu")
-    free = fxpipe.plan(Marked(), 3, profile=profile, **options)
-    plan = fxpipe.plan(Marked(), 3, profile=profile, memory_limit=int(0.8 * max(needs(free))), **options)
-    assert_within(plan)
-    assert "layers_2" in {stage.nodes[0] for stage in plan.stages}
-    assert "always" in plan.modes
 
 
 def test_several_stages_on_a_device_share_its_memory_and_what_is_pinned_stays() -> None:

@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 def _pipeline(model: nn.Module, x: torch.Tensor | None = None, **options: Any) -> fxpipe.Pipeline:
-    options = {"devices": ["cpu", "cpu"], "chunks": 2, "profile_budget": 0.0} | options
+    options = {"devices": ["cpu", "cpu"], "chunks": 2, "profile_budget": 0.0, "progress": False} | options
     return fxpipe.pipeline(model, example_args=(torch.randn(6, 4) if x is None else x,), **options)
 
 

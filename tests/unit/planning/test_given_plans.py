@@ -111,9 +111,6 @@ def test_inputs_that_only_evaluation_takes_say_what_to_do() -> None:
         assert not any(module.training for module in model.modules())
 
 
-# -- other micro-batches -----------------------------------------------------------------------------------------------
-
-
 class Masked(Layered, layers=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(6))):
     """Values that grow with the batch, one that does not, and a skip."""
 
@@ -163,9 +160,6 @@ def test_figures_stay_where_the_micro_batches_do() -> None:
         codes = tuple(replace(s, code=t.code) for s, t in zip(made.stages, pipe.plan.stages, strict=True))
         assert pipe.plan == replace(made, stages=codes)
         assert pipe.plan.bottlenecks
-
-
-# -- fewer samples than chunks -----------------------------------------------------------------------------------------
 
 
 class Row(nn.Sequential):

@@ -1,7 +1,6 @@
 """PipeDream's planner over graphs: which stages have how many replicas, what is shown of them, what is refused."""
 
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -119,24 +118,6 @@ def test_levels_follow_the_nodes_and_their_adapters():
     groups, between = bandwidth_levels(nodes, 12)  # the last node is not full
     assert (groups.workers, between.workers, between.bytes_per_second) == (4, 3, 2e9)
     assert [level.workers for level in bandwidth_levels(nodes, 9)] == [9]
-
-
-def test_stages_without_replicas_begin_where_the_slowest_of_all_takes_least():
-    link = Link(1e6)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 4))
-    plan = planned(model, devices=2, data_parallel=1, hardware=hardware(link), chunks=2)
-    assert plan.replicas == (1, 1)
-    assert "replicas 1-1" in str(plan)
-
-    def slowest(counts: tuple[int, ...]) -> float:
-        cut = planned(model, devices=2, data_parallel=1, hardware=hardware(link), chunks=2, balance=counts)
-        (way,) = (way for way in cut.sendings if way.source == 0)
-        stages = [stage.forward_seconds + stage.backward_seconds for stage in cut.stages]
-        return max(*stages, 2 * way.bytes / link.bytes_per_second)
-
-    count = sum(len(stage.nodes) for stage in plan.stages)
-    every = {(one, count - one): slowest((one, count - one)) for (one,) in combinations(range(1, count), 1)}
-    assert every[tuple(len(stage.nodes) for stage in plan.stages)] == min(every.values())
 
 
 def test_a_cut_in_forward_is_heeded():

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.cluster import Link
-from fxpipe.errors import ArgumentError, MemoryLimitError
+from fxpipe.errors import MemoryLimitError
 from fxpipe.hardware import HARDWARE
 from fxpipe.planning.choose import choose_cut
 from fxpipe.planning.cost_model import MEMORY_MARGIN
@@ -36,13 +36,6 @@ def test_a_plan_for_hardware_that_is_not_here(name: str) -> None:
         assert way.bytes == 2 * 4 * 8 * 4
         link = known.within
         assert way.seconds == (0.0 if link is None else link.latency + way.bytes / link.bytes_per_second)
-
-
-def test_given_devices_need_not_be_here_if_the_hardware_is_given() -> None:
-    plan = fxpipe.plan(Deep(), devices=["cuda:3", "cuda:5"], example_args=(rows(),), hardware="h100")
-    assert plan.devices == ("cuda:3", "cuda:5")
-    with pytest.raises(ArgumentError, match="cuda:3"):
-        fxpipe.plan(Deep(), devices=["cuda:3", "cuda:5"], example_args=(rows(),))
 
 
 def test_the_memory_of_the_hardware_is_a_limit() -> None:

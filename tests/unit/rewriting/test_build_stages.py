@@ -25,9 +25,6 @@ def nodes_of(program, stage, name):
     return [n for n in graph.nodes if n.target == name or getattr(n.target, "__name__", "") == name]
 
 
-# -- stage code ------------------------------------------------------------------------------------------------------
-
-
 class Tiny(Layered, encoder=4, blocks=lambda: nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])):
     def forward(self, x):
         skip = self.encoder(x)
@@ -71,9 +68,6 @@ def test_stage_code_reads_like_the_model():
             "return mul",
         ],
     ]
-
-
-# -- what crosses ----------------------------------------------------------------------------------------------------
 
 
 class ReturnsAll(Layered, one=4, two=4, count=lambda: torch.zeros(4), last=lambda: torch.zeros(4)):
@@ -133,9 +127,6 @@ def test_buffers_get_what_the_model_sets_them_to():
         program = model.program(starts)
         assert {name for stage in program.stages for name in stage.assigns} == {"left", "right"}
         assert set(program.left) == {"cache", "given"}  # which hold samples: those of the mini-batch
-
-
-# -- where no cut may stand ------------------------------------------------------------------------------------------
 
 
 class Split(Layered, one=4):
@@ -211,9 +202,6 @@ def test_a_graph_of_thousands_of_nodes_is_cut_in_seconds():
     assert time.process_time() - start < 5
 
 
-# -- devices ---------------------------------------------------------------------------------------------------------
-
-
 class MakesTensors(Layered, one=4):
     def forward(self, x):
         h = self.one(x)
@@ -240,9 +228,6 @@ def test_devices_in_a_graph_are_those_of_the_stage():
     (einsum,) = nodes_of(program, 1, "einsum")
     assert einsum.args[0] == "ij->i"
     assert nodes_of(program, 1, "new_zeros")[0].kwargs == {}
-
-
-# -- the state of the thread -----------------------------------------------------------------------------------------
 
 
 class Blocks(Layered, one=4, two=4):
@@ -286,9 +271,6 @@ def test_a_weight_that_crosses_in_a_no_grad_block_keeps_its_gradient():
     model = EveryCut(ParameterLeavesNoGrad(), torch.randn(3, 4))
     for starts in (*model.cuts(2), *model.cuts(3)):
         model.check(starts, 3, "1f1b")
-
-
-# -- clones -------------------------------------------------------------------------------------------------------
 
 
 def test_a_clone_has_the_strides_of_the_value():

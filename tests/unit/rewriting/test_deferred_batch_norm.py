@@ -299,9 +299,6 @@ def test_batch_norm_with_hooks_that_run():
     assert calls
 
 
-# -- what cannot be deferred -------------------------------------------------------------------------------------------
-
-
 class Odd(nn.Module):
     def __init__(self, forward: Callable[..., torch.Tensor]):
         super().__init__()
@@ -373,9 +370,6 @@ def test_what_is_read_before_is_that_of_the_step_before():
     with fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True) as pipe:
         pipe(x)
     torch.testing.assert_close(model.mean, 0.1 * x.mean(0))
-
-
-# -- steps that fail, and whoever drives them --------------------------------------------------------------------------
 
 
 def test_a_step_that_fails_leaves_nothing_and_the_next_one_counts_alone():

@@ -65,9 +65,6 @@ def test_inputs_come_from_the_caller_and_not_through_stages():
     assert "in_0" not in {skip.name for skip in program.skips}
 
 
-# -- in a step -------------------------------------------------------------------------------------------------------
-
-
 def cut_in_four(model, x, **options):
     count = len(fxpipe.trace(model, (x,)).nodes)
     balance = [3, 3, 3, count - 9]

@@ -55,9 +55,3 @@ def test_gradients_come_to_the_stage_that_they_are_for(placement):
                     visited.append(at)
             assert at == routes.rank(target)
             assert len(visited) == len({*visited}), "a rank is sent what it had"
-
-
-def test_a_value_goes_no_farther_than_to_its_last_user():
-    routes = relay_routes({(0, "v"): (1, 2)}, (0, 1, 2, 3))
-    assert [len(keys) for keys in routes.down] == [1, 1, 0, 0]
-    assert [len(keys) for keys in routes.up] == [1, 1, 0, 0]

@@ -350,9 +350,6 @@ def test_the_generator_is_where_it_was_when_the_function_raises():
         assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- nobody waits ----------------------------------------------------------------------------------------------------
-
-
 class _Own(torch.autograd.Function):
     """A function of the user's."""
 
@@ -395,9 +392,6 @@ def test_functions_of_torch_do_not_wait_for_each_other(name):
 def test_what_is_not_torchs_has_the_generator_to_itself():
     run = seeded_function(0, _own, CPU)
     assert not _ends_without_torchs_generator(0.05, run, torch.ones(2))
-
-
-# -- which nodes are random ------------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -510,28 +504,6 @@ def test_numbers_hang_neither_on_cut_nor_schedule_nor_recompute(name):
         model.check(starts, 3, *modes[number % len(modes)], seed=number)
 
 
-# -- Python kept whole -----------------------------------------------------------------------------------------------
-
-
-class Seeds(nn.Module):
-    """Has numbers of its own, as hashing attention has, and goes on with those of the process."""
-
-    def forward(self, h):
-        with torch.random.fork_rng():
-            torch.manual_seed(9)
-            same = torch.rand(6)
-        return F.dropout(h * same, 0.5)
-
-
-def test_python_kept_whole_may_seed_torchs_generator_itself():
-    stage_context.seed = 11
-    before = torch.get_rng_state()
-    have = seeded_function(2, lambda h: Seeds()(h), CPU)(torch.ones(4, 6))
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(mix_seed(11, 2))
-    assert torch.equal(have, Seeds()(torch.ones(4, 6)))
-
-
 class Checkpoints(nn.Module):
     def __init__(self):
         super().__init__()
@@ -586,9 +558,6 @@ def test_the_watch_on_what_drew_nothing_leaves_no_flag_of_the_process(monkeypatc
     seen = []
     random_nodes.forbid_random_numbers(lambda: seen.append(_python_dispatch.is_in_torch_dispatch_mode()))()
     assert seen == [False]
-
-
-# -- GPUs ------------------------------------------------------------------------------------------------------------
 
 
 def _on_gpu(value: Any) -> Any:

@@ -33,8 +33,6 @@ from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.tracing import trace
 
-CPU = torch.device("cpu")
-
 
 def with_weights(schedule: Schedule, late: int = 1) -> Schedule:
     """The schedule with each W `late` micro-batches behind its B."""
@@ -437,9 +435,6 @@ def test_frozen_after_planning():
             every.check(starts, 3, "1f1b")
 
 
-# -- who does what -----------------------------------------------------------------------------------------------------
-
-
 def _counted(every, starts, monkeypatch):
     """What each kind of action has run, in one micro-batch."""
     counts = {kind: Counter() for kind in ActionKind}
@@ -497,9 +492,6 @@ def test_nothing_is_left_of_a_step(monkeypatch):
     assert (step.tapes, step.pending, step.saved) == ({}, {}, {})
     assert len(tapes) == 3 * 3
     assert all((tape.uses, tape.edges, tape.gradients) == ([], [], []) for tape in tapes)
-
-
-# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 class Spoils(Layered, inner=6, outer=6):

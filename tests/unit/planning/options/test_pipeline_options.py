@@ -164,8 +164,6 @@ def test_what_is_no_limit_is_refused(given: Any, error: type[Exception], says: s
         parse_memory_limit(given, 2)
 
 
-# -- each option by itself ---------------------------------------------------------------------------------------------
-
 TWO = (torch.device("cpu"), torch.device("cpu"))
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "switch": (lambda: parse_switch("check", 1), "check=1: expected True or False"),

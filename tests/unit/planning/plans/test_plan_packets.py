@@ -6,19 +6,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.plan_hardware import hardware
-from helpers.rank_models import DENSE_CUTS, Dense
 from helpers.skipping_models import SKIPPING_CUTS, Skipping
 from torch import nn
 
 import fxpipe
 from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.planning import choose, passes
-from fxpipe.planning.cost_model import stage_devices_of
-from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
 from fxpipe.planning.plans.retarget import LOOPBACK, MESSAGE_SECONDS
-from fxpipe.scheduling import make_schedule
-from fxpipe.simulation import StageCost, Transfer, simulate_schedule
 
 X = torch.zeros(8, 16)
 VALUE = 4 * 16 * 4  # bytes of one value of a micro-batch
@@ -42,37 +36,6 @@ def test_packets_have_all_that_crosses_a_cut_and_what_of_it_is_relayed():
         (2, 1): (2, 0),
         (1, 0): (1, 0),
     }
-
-
-@pytest.fixture
-def cuts(monkeypatch):
-    """The cuts that are chosen."""
-    chosen, choose_cut = [], choose.choose_cut
-
-    def note_cut(*arguments: Any, **options: Any) -> Any:
-        chosen.append(choose_cut(*arguments, **options))
-        return chosen[-1]
-
-    monkeypatch.setattr(passes, "choose_cut", note_cut)
-    return chosen
-
-
-@pytest.mark.parametrize(("processes", "link"), [(True, LOOPBACK), (False, None)])
-def test_a_cut_between_processes_on_cpus_is_judged_by_what_they_send(processes, link):
-    settings = make_settings(PipelineOptions(devices=["cpu"] * 4, chunks=2, processes=processes))
-    assert [site.link for site in stage_devices_of(settings, 8)] == [None, link, link, link]
-
-
-@pytest.mark.parametrize("model", [Skipping, Dense])
-def test_a_cut_is_judged_by_the_bytes_of_its_packets(model, cuts):
-    names, x = (SKIPPING_CUTS, X) if model is Skipping else (DENSE_CUTS[4], torch.zeros(8, 4))
-    options = {"hardware": hardware(Link(1e9)), "chunks": 2, "balance": names}
-    plan = fxpipe.plan(model(), 4, example_args=(x,), processes=True, **options)
-    assert {(one.source, one.target): one.bytes for one in cuts[-1].transfers} == {
-        (one.source, one.target): one.bytes for one in plan.packets
-    }
-    fxpipe.plan(model(), 4, example_args=(x,), processes=False, **options)
-    assert len(cuts[-1].transfers) != len(cuts[0].transfers)
 
 
 def test_a_packet_takes_one_latency_and_both_ends_for_its_message():
@@ -100,20 +63,6 @@ def test_over_processes_neighbours_send_to_each_other_only():
     assert (1, 3) in {(one.source, one.target) for one in within.transfers}
     assert sum(over.sent.values()) == 2 * (2 + 3 + 3 + 2 + 2 + 1) * VALUE
     assert fxpipe.simulate(planned(processes=False), processes=True).step_seconds == over.step_seconds
-
-
-def test_a_message_takes_the_actions_at_both_of_its_ends():
-    stages, transfers = (
-        [StageCost(1, 2)] * 3,
-        [Transfer(0, 1, 8), Transfer(1, 2, 8), Transfer(2, 1, 8), Transfer(1, 0, 8)],
-    )
-    plain = simulate_schedule(make_schedule("1f1b", 3, 1), stages, transfers)
-    heavy = [replace(one, handling=0.25) for one in transfers]
-    simulation = simulate_schedule(make_schedule("1f1b", 3, 1), stages, heavy)
-    assert (plain.step_seconds, simulation.step_seconds) == (9, 9 + 8 * 0.25)
-    assert simulation.busy == (3.5, 4.0, 3.5)
-    together = simulate_schedule(make_schedule("1f1b", 3, 1, placement=(0, 0, 0)), stages, heavy)
-    assert together.step_seconds == 9  # nothing is sent
 
 
 def test_recomputation_does_not_wait_for_the_gradient():

@@ -125,9 +125,6 @@ class Wide(Layered, embed=lambda: nn.Embedding(17, 4), head=(4, 40)):
         return self.head(scores.sum(1) @ x)
 
 
-# -- sizes by name -----------------------------------------------------------------------------------------------------
-
-
 def test_a_size_that_is_left_out_is_that_of_the_plan() -> None:
     plan = gpt()
     assert plan.memory(1, b=2) == plan.memory(1, b=2, s=8)
@@ -173,9 +170,6 @@ def test_a_plan_without_dynamic_sizes_takes_none() -> None:
         plan.memory(0, b=2, s=8)
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("hardware", [None, "h100"])
 def test_a_simulated_step_is_that_of_the_plan_at_that_size(hardware: str | None) -> None:
     plan = gpt()
@@ -185,9 +179,6 @@ def test_a_simulated_step_is_that_of_the_plan_at_that_size(hardware: str | None)
         assert longer.step_seconds == fxpipe.simulate(plan.at(s=32)).step_seconds
         peaks = [memory.peak for memory in longer.memory]
         assert peaks == [int(plan.memory(j, b=2, s=32)) for j in range(2)]
-
-
-# -- memory limits -----------------------------------------------------------------------------------------------------
 
 
 def test_memory_limits_are_asked_at_the_largest_size() -> None:
@@ -228,9 +219,6 @@ def test_the_tuner_asks_limits_at_the_largest_size() -> None:
     assert max(memory.peak for memory in held.memory) == max(tuning.best.memory)
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------
-
-
 def test_the_plan_says_its_sizes_and_their_formulas() -> None:
     text = str(gpt())
     assert "micro-batches of at most 2 samples, s=8" in text
@@ -254,9 +242,6 @@ def test_the_balance_at_other_sizes_is_told() -> None:
         unet().compare_sizes(height=(8,), width=(8, 40))
     with pytest.raises(ArgumentError, match="s=5: expected the sizes to compare"):
         gpt().compare_sizes(s=5)
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache

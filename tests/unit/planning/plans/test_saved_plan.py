@@ -85,9 +85,6 @@ def test_a_stage_that_is_not_there(stage: int) -> None:
             ask(stage)
 
 
-# -- damaged files -----------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def document() -> Any:
     return json.loads(json.dumps(dataclass_to_json(full())))
@@ -131,8 +128,8 @@ def test_a_damaged_plan_is_a_plan_or_refused(tmp_path_factory: pytest.TempPathFa
     [
         ("forward_seconds", "-1", r"stages\[0\]\.forward=-1 is no time"),
         ("weight_seconds", "1e9", r"stages\[0\]\.weight=1000000000\.0 is more than its backward"),
-        ("forward_seconds", "NaN", r"stages\[0\]\.forward_seconds is nan: expected a finite number"),
-        ("forward_seconds", "1e999", r"stages\[0\]\.forward_seconds is inf: expected a finite number"),
+        ("forward_seconds", "NaN", r"the plan\.stages\[0\]\.forward_seconds is nan: expected a finite number"),
+        ("forward_seconds", "1e999", r"the plan\.stages\[0\]\.forward_seconds is inf: expected a finite number"),
     ],
 )
 def test_seconds_that_cannot_be_are_refused(tmp_path: Path, field: str, number: str, why: str) -> None:

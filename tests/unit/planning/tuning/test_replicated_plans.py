@@ -44,15 +44,6 @@ def test_the_best_is_the_best_of_all_numbers_and_orders_of_replicas():
     assert {row.mesh for row in tuning.rows if row.data_parallel in (1, 4)} == {("data", "pipe")}  # they do not differ
 
 
-def test_every_row_uses_all_devices_and_the_whole_mini_batch():
-    for row in tune().rows:
-        if row.plan is not None:
-            assert len(row.plan.workers) * row.data_parallel == 4
-            assert row.plan.batch * row.data_parallel == 32
-            assert row.plan.cluster.mesh == row.mesh
-            assert row.simulation.samples == 32
-
-
 def test_slow_networks_lead_to_pipelines_and_fast_ones_to_replicas():
     slow = replace(FOUR, between=Link(1e3), within=Link(1e3))
     fast = replace(FOUR, between=Link(1e15), within=Link(1e15))
