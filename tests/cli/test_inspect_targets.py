@@ -193,7 +193,7 @@ def test_a_type_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     kwargs = ["--kwargs", *(f"{name}={value}" for name, value in TINY_GPT.items())]
     argv = ["hf:gpt2", *kwargs, "--devices", "2", "--chunks", "2"]
-    assert main(argv) == 0
+    assert main([*argv, "--hardware", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("inputs input_ids=8x12:int64, drawn; give others with --input\n\n2 stages")
     assert "tied parameters\n- transformer.wte.weight = lm_head.weight, 2.5 KiB, in stages 0 and 1" in printed

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.plan_hardware import hardware
+from helpers.rank_models import DENSE_CUTS, Dense
 from helpers.skipping_models import SKIPPING_CUTS, Skipping
 from torch import nn
 
 import fxpipe
 from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.planning import choose, passes
 from fxpipe.planning.plans.retarget import LOOPBACK, MESSAGE_SECONDS
 
 X = torch.zeros(8, 16)
@@ -36,6 +38,31 @@ def test_packets_have_all_that_crosses_a_cut_and_what_of_it_is_relayed():
         (2, 1): (2, 0),
         (1, 0): (1, 0),
     }
+
+
+@pytest.fixture
+def cuts(monkeypatch):
+    """The cuts that are chosen."""
+    chosen, choose_cut = [], choose.choose_cut
+
+    def note_cut(*arguments: Any, **options: Any) -> Any:
+        chosen.append(choose_cut(*arguments, **options))
+        return chosen[-1]
+
+    monkeypatch.setattr(passes, "choose_cut", note_cut)
+    return chosen
+
+
+@pytest.mark.parametrize("model", [Skipping, Dense])
+def test_a_cut_is_judged_by_the_bytes_of_its_packets(model, cuts):
+    names, x = (SKIPPING_CUTS, X) if model is Skipping else (DENSE_CUTS[4], torch.zeros(8, 4))
+    options = {"hardware": hardware(Link(1e9)), "chunks": 2, "balance": names}
+    plan = fxpipe.plan(model(), 4, example_args=(x,), processes=True, **options)
+    assert {(one.source, one.target): one.bytes for one in cuts[-1].transfers} == {
+        (one.source, one.target): one.bytes for one in plan.packets
+    }
+    fxpipe.plan(model(), 4, example_args=(x,), processes=False, **options)
+    assert len(cuts[-1].transfers) != len(cuts[0].transfers)
 
 
 def test_a_packet_takes_one_latency_and_both_ends_for_its_message():
