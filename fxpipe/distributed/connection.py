@@ -41,7 +41,6 @@ class PendingMessages:
             del work
 
     def _arrived(self, key: Hashable, what: str) -> torch.Tensor:
-        """Returns the expected bytes."""
         self._wait(self._receives[key][0], what)
         return self._receives.pop(key)[1]
 

@@ -77,11 +77,6 @@ class FailureReport:
     heard: dict[int, str] = field(default_factory=dict)  # by rank number, the last message received
 
 
-def error_text(error: BaseException) -> str:
-    notes = getattr(error, "__notes__", [])
-    return "\n".join([f"{type(error).__name__}: {error}", *notes])
-
-
 class FailureBoard:
     """The reports of all ranks of all replicas, for one generation of connections."""
 

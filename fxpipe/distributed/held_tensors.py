@@ -129,7 +129,6 @@ class RankProgram(BoundProgram):
 
     @property
     def last(self) -> int:
-        """The rank of the last stage."""
         return self.routes.rank(len(self.devices))
 
     @staticmethod

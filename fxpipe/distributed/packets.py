@@ -50,8 +50,6 @@ class PacketValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """A plain tensor in a payload."""
-
     dtype: torch.dtype
     bytes: int
     form: MemoryForm

@@ -305,7 +305,6 @@ class RankEngine(Engine):
     def losses_of_part(
         self, inputs: RankInputs, part: ReplicaPart, call: LossCall, is_verified: bool
     ) -> MicroBatchLosses:
-        """Returns the losses of this replica's micro-batches."""
         known = map_tensor_leaves(lambda t: t.to(self.group.device), dict(part.known or {}))
         losses = self.losses_of(inputs, call, is_verified, known)
         losses.portion, losses.unit = part.portions[part.replica], self.replicas.unit(part)
@@ -336,8 +335,6 @@ Reports = Sequence[Sequence[StepReport]]  # by replica and rank
 
 
 class RankGradients:
-    """The gradients of one step on this rank."""
-
     def __init__(self, engine: RankEngine, inputs: RankInputs):
         self._engine, self._group, self._replicas = engine, engine.group, engine.replicas
         held, rank, tensors = inputs.union.held, engine.group.rank, ModelTensors(engine.model, inputs.constants)
@@ -383,7 +380,7 @@ class RankGradients:
         leaves |= {("", k): leaf for k, (leaf, *_) in enumerate(parameters_of_loss(step))}
         replicas = self._replicas
         earlier = {key: leaf.grad / replicas.count for key, leaf in leaves.items() if leaf.grad is not None}
-        reports = self._group.replicas.all_gather(replicas.give_all(earlier), WAITED_FOR)
+        reports = self._group.replicas.all_gather(replicas.reduction.begin().give_rest(earlier), WAITED_FOR)
         self._earlier = [(leaves[key], value) for key, value in replicas.finish_sum(earlier, reports).items()]
         self._wait_for_devices()
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxpipe._torch.process_groups import PrefixStore, ProcessGroupGloo, Store
 from fxpipe.distributed.connection import Connection, losing
 from fxpipe.distributed.device_transfers import DeviceSums, DeviceTransfers, device_backend
-from fxpipe.distributed.failures import ConnectionLost, FailureBoard, FailureReport, error_text, meet_ranks
+from fxpipe.distributed.failures import ConnectionLost, FailureBoard, FailureReport, meet_ranks
 from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError
 from fxpipe.utils import accelerator
 from fxpipe.utils.units import with_article
@@ -187,7 +187,8 @@ class RankGroup:
         except ConnectionLost as error:
             lost = error
         except BaseException as error:
-            self._fail(self._report(error=error_text(error)))
+            notes = getattr(error, "__notes__", [])
+            self._fail(self._report(error="\n".join([f"{type(error).__name__}: {error}", *notes])))
             raise
         if lost is not None:
             report = self._report(waiting=lost.what)

@@ -74,8 +74,6 @@ class Job:
 
 
 class RankState(PipelineState):
-    """The state of a pipe on one rank."""
-
     group: RankGroup
     can_overlap_updates = False  # all ranks decide at the end of a step whether it is committed
 
@@ -102,7 +100,6 @@ class RankState(PipelineState):
         return self.settings.placement[-1]
 
     def own_names(self) -> tuple[str, ...]:
-        """Returns the names of the tensors that this rank holds."""
         if self.held is None:
             raise StateError(
                 "the pipe has no plan yet, so nobody knows which parameters this rank has: give example_args to "

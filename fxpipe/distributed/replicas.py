@@ -63,8 +63,6 @@ def digest(parameters: Mapping[StageParameter, torch.Tensor]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPart:
-    """The part of one replica in a step."""
-
     seed: int
     micro_batches: int  # sum over replicas
     batch: int  # sum over replicas
@@ -396,10 +394,6 @@ class Replicas:
         self._unit = 2.0 ** -math.ceil(math.log2(min(max(float(abs(weight)), 1.0), LARGEST_UNIT)))
         divisor = torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1
         return torch.as_tensor(sum(totals[1:], totals[0]) / weight), losses[0].unit * divisor
-
-    def give_all(self, gradients: dict[StageParameter, torch.Tensor]) -> GradientReport:
-        """Begins to sum these gradients over replicas."""
-        return self.reduction.begin().give_rest(gradients)
 
     def finish_sum(
         self, gradients: Mapping[StageParameter, torch.Tensor], reports: Sequence[GradientReport]

@@ -64,7 +64,6 @@ def parse_dynamic_option(text: str) -> DynamicOption:
 
 
 def dynamic_shapes_of(options: Sequence[DynamicOption]) -> dict[str, dict[int, Any]]:
-    """Returns the options as the `dynamic_shapes` of `fxpipe.plan`."""
     from torch.export import Dim
 
     shapes: dict[str, dict[int, Any]] = {}
@@ -127,7 +126,6 @@ def _parse_hardware_option(text: str) -> str | Hardware:
 def cluster_hardware(
     name: str | Hardware | None, nodes: int | None, devices_per_node: int | None, devices: DevicesOption | None
 ) -> str | Hardware | None:
-    """Returns the hardware of that name, with the given numbers of nodes and devices per node."""
     from fxpipe.hardware import parse_hardware
 
     if nodes is None and devices_per_node is None:
@@ -464,12 +462,10 @@ class Request(argparse.Namespace):
 
     @property
     def outputs(self) -> dict[str, Path]:
-        """The requested files, by option."""
         return {name: path for name in OUTPUTS if (path := getattr(self, name)) is not None}
 
     @property
     def chooses_replicas(self) -> bool:
-        """Returns True if the tuner chooses the number of replicas."""
         is_open = self.data_parallel is None and self.nodes is not None and self.options.get("balance") != "pipedream"
         return self.data_parallel == "auto" or is_open
 

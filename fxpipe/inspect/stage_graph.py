@@ -44,8 +44,6 @@ SMALL_LETTERS, USUAL_LETTERS, LARGE_LETTERS = 10.0, 11.0, 15.0  # font sizes
 
 @dataclass(frozen=True, slots=True)
 class PortalBundle:
-    """The portals from one stage to another."""
-
     source: int
     target: int
     portals: tuple[Portal, ...]

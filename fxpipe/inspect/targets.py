@@ -137,7 +137,6 @@ def call_target(target: Target, kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
 
 
 def load_model(target: Target, kwargs: Mapping[str, Any] = NO_KWARGS) -> nn.Module:
-    """Returns the module that the target makes, or is."""
     from torch import nn
 
     value = load_target(target)

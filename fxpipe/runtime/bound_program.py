@@ -30,8 +30,6 @@ class StageReplica(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BoundProgram:
-    """A program on devices."""
-
     program: Program
     wiring: Wiring
     devices: tuple[torch.device, ...]  # by stage; for replicas the first device, which has the parameters

@@ -141,7 +141,6 @@ class Engine:
         kind: type[Step] = Step,
         **more: Any,
     ) -> Any:
-        """Creates a step, of class `kind`."""
         inputs = self.own_inputs(given_inputs)
         # A model without random nodes leaves the generator unchanged, as it does without a pipe.
         if seed is None:
@@ -456,7 +455,6 @@ def _refuse_parameters_in_loss(stage: LossStage | None, updates: OverlappedUpdat
 
 
 def divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
-    """Divides a gradient, unless the divisor is None."""
     if divisor is None:
         return gradient
     return gradient / (divisor.to(gradient.device) if isinstance(divisor, torch.Tensor) else divisor)

@@ -143,8 +143,6 @@ class BackwardHandle(NamedTuple):
 
 
 class StageResult(NamedTuple):
-    """The results of a stage for one micro-batch."""
-
     sent: Sequence[Any]
     buffers: dict[str, torch.Tensor]  # after the run
     statistics: list[BatchStatistics]  # from deferred batch norm

@@ -32,7 +32,6 @@ class StagewiseOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def options_now(self) -> list[dict[str, Any]]:
-        """Returns a copy of the options of all groups."""
         return [
             {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in group.items() if key != "params"}
             for group in self.param_groups

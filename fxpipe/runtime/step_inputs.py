@@ -145,8 +145,6 @@ class TrainedInput:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The micro-batches of a step."""
-
     bounds: tuple[BoundProgram, ...]  # by micro-batch
     parts: tuple[Sequence[Any], ...]  # by micro-batch: flattened inputs
     weights: tuple[float, ...]  # by micro-batch: share of all samples

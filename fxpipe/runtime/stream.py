@@ -101,7 +101,6 @@ class StageWeights:
                 parameter.grad = hidden
 
     def show_gradients(self) -> None:
-        """Removes the unusable gradients."""
         for parameter, _ in self._hidden:
             if type(parameter.grad) is StreamGradient:
                 parameter.grad = None

@@ -31,7 +31,6 @@ class ActionKind(enum.Enum):
 
     @property
     def words(self) -> str:
-        """The name of the kind in words."""
         return "backward of weights" if self is ActionKind.WEIGHT else self.name.lower()
 
 

@@ -77,22 +77,18 @@ def one_f_one_b(m: int, n: int) -> Rows:
     return tuple(_interleaved_row([range(m)], range(j, j + 1), hops=n - 1 - j) for j in range(n))
 
 
-def zero_bubble(m: int, n: int) -> Rows:
-    """Makes rows of ZB-H1: 1F1B with backward split, keeping at most the micro-batches of 1F1B's first stage."""
-    return _zero_bubble(m, n, more=0)
-
-
-def zero_bubble_2p(m: int, n: int) -> Rows:
-    """Makes rows of ZB-H2, which keeps nearly twice as many micro-batches, or all if there are fewer than 2 n - 1."""
-    return _zero_bubble(m, n, more=max(0, min(n - 1, m - n)))
-
-
-def _zero_bubble(m: int, n: int, more: int) -> Rows:
+def zero_bubble(m: int, n: int, more: int = 0) -> Rows:
+    """Makes rows of ZB-H1: 1F1B with backward split, keeping at most `more` than 1F1B's first stage."""
     rows = []
     for j in range(n):
         ahead = n - 1 - j + min(n - 1 - j, more)
         rows.append(_interleaved_row([range(m)], range(j, j + 1), ahead, lag=j + min(j, more)))
     return tuple(rows)
+
+
+def zero_bubble_2p(m: int, n: int) -> Rows:
+    """Makes rows of ZB-H2, which keeps nearly twice as many micro-batches, or all if there are fewer than 2 n - 1."""
+    return zero_bubble(m, n, more=max(0, min(n - 1, m - n)))
 
 
 def interleaved_1f1b(m: int, p: int, v: int) -> Rows:
