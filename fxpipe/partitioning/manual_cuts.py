@@ -197,12 +197,10 @@ class _ItemRun:
         return max(sum(self.costs[start:stop]) for start, stop in pairwise(ends))
 
 
-# -- Cuts a graph like another one: each node goes to the stage that has its parameters, if possible -------------------
-
-
 def cut_least_misplaced(misplaced: Sequence[Sequence[float]], forbidden: Mapping[int, str]) -> tuple[int, ...]:
     """Finds starts of stages with the least sum of `misplaced[place][stage]`, exactly, by dynamic programming."""
-    # Every stage has a node; ties go to the earlier cut. `forbidden`: place -> reason, for an error.
+    # For another graph of a model, whose nodes go to the stages of their parameters. Every stage has a node;
+    # ties go to the earlier cut. `forbidden`: place -> reason, for an error.
     stages, infinite = len(misplaced[0]) if misplaced else 0, float("inf")
     none: tuple[float, tuple[int, ...]] = (infinite, ())
     best = [none] * stages  # by stage: least cost of the places so far, with the last one in this stage, and its starts

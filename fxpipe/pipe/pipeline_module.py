@@ -520,8 +520,6 @@ class Pipeline(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         return Pipeline, (self._fxpipe_model, self._fxpipe.asked, self._fxpipe.given_plan)
 
-    # -- Access as to the model --------------------------------------------------------------------------------------
-
     def __getattr__(self, name: str) -> Any:
         if name in SLOTS:  # before `set_up`
             raise AttributeError(name)

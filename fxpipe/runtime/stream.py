@@ -454,8 +454,6 @@ class Stream(ActionPerformer):
         if failure is not None:
             raise failure
 
-    # -- the record of the last mini-batches ---------------------------------------------------------------------------
-
     def _record(self, t: int, step: StreamStep) -> None:
         """Keeps the notes of the last mini-batches, but not their steps, which hold tensors."""
         log, first = self.log, self._order.first_micro_batch(t)

@@ -159,9 +159,6 @@ def with_updates(schedule: Schedule) -> Schedule:
     return replace(schedule, rows=tuple(rows))
 
 
-# -- A schedule split into forward and backward; the drop-in runs the parts before and after the caller's loss -------
-
-
 def forward_part(schedule: Schedule) -> Rows:
     """Returns the actions of each row before its first R or B, or `ArgumentError` if an F follows (`1f1b`)."""
     return tuple(row[:cut] for row, cut in zip(schedule.rows, _forward_ends(schedule), strict=True))

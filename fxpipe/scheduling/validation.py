@@ -234,9 +234,6 @@ def _awaited(schedule: Schedule, action: Action, ended: set[Action], in_order: C
     return None if maker in ended else maker
 
 
-# -- Counts per stage: micro-batches in flight, and micro-batches with all their activations -------------------------
-
-
 @lru_cache(maxsize=16)  # printing a plan calls it for each stage
 def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Counts for each stage the most micro-batches between the start of F and the end of their last backward.

@@ -102,8 +102,6 @@ def _add_leg(legs: list[CriticalLeg], kind: str, start: float, end: float, span:
         legs.append(CriticalLeg(kind, start, end, span))
 
 
-# -- Comparison of a simulated step with a measured one, device by device --------------------------------------------
-
 HOST_BOUND_SHARE = 0.1  # share of the critical path from which `host_note` gives advice
 QUIET_CORE_SHARE = 0.95  # share of their time in which actions have a core if no other process needs it
 

@@ -210,8 +210,6 @@ def parse_compile(value: Any) -> dict[str, Any] | None:
     return dict(value)
 
 
-# -- Memory limits: `"70GiB"`, a number of bytes, or a list of these for each device -----------------------------------
-
 # GB and GiB are taken literally: an "80GB" card may have 80e9 bytes or 80 GiB, so the user must choose.
 _BYTE_UNITS = {"B": 1} | {
     unit: base**power

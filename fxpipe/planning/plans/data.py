@@ -352,8 +352,6 @@ class PlanData:
         n = len(self.stages)
         return self.as_schedule(steady_micro_batches(self.schedule, n, self.micro_batches, self.stage_turns))
 
-    # -- Formulas in the micro-batch size and the dynamic sizes --------------------------------------------------------
-
     def memory(self, stage: int, b: int | None = None, **sizes: int) -> sympy.Expr:
         """Computes the peak bytes of a stage: all weight versions, gradients, optimizer, activations in flight.
 

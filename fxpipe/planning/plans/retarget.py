@@ -78,8 +78,6 @@ def resize_plan(
     )
 
 
-# -- Host time, and other hardware -------------------------------------------------------------------------------------
-
 CALL_SECONDS = 2e-6  # a call of a torch function from Python, for example a view
 OPERATION_SECONDS = 4e-6  # additional time of an operation: choose the kernel, allocate outputs, launch
 # Overhead of one action of a stage with one small operation: `make bench`, tools/bench/overhead.py.
