@@ -245,8 +245,8 @@ class RankStream(Stream):
         wrong, wrong_means = (check.difference(shares.__getitem__, means_only=only) for only in (False, True))
         is_verified = report.is_verified
         of_stage = LossEvidence(wrong, wrong_means, is_verified, is_verified, shares, dict(check.gradients))
-        given = replicas.reduction.begin().give_rest(own)
-        reports = replicas.group.replicas.all_gather((of_stage, given), WAITED_FOR)
+        gradient_report = replicas.reduction.begin().give_rest(own)
+        reports = replicas.group.replicas.all_gather((of_stage, gradient_report), WAITED_FOR)
         evidence, gradients = [[one] for one, _ in reports], [one for _, one in reports]
         LossVerdict(evidence, firsts=step.part.firsts).check(None, 0)
         total = replicas.finish_sum(own, gradients)
