@@ -273,10 +273,6 @@ REFUSED = {
     "make_fx": (lambda pipe: make_fx(lambda x: pipe(x))(_x()), "inside ProxyTorchDispatchMode"),
     "torch.jit.trace": (lambda pipe: torch.jit.trace(pipe, (_x(),)), r"trace the model: fxpipe\.unwrap\(pipe\)"),
     "torch.func.vmap": (lambda pipe: torch.func.vmap(pipe)(_x()[None]), "inside a transform of torch.func"),
-    "torch.func.grad": (
-        lambda pipe: torch.func.grad(lambda x: pipe(x).sum())(_x()),
-        "inside a transform of torch.func",
-    ),
     "forward-mode AD": (_with_tangents, "tangents would stop"),
 }
 

@@ -10,6 +10,7 @@ import torch
 from helpers.layered import Layered
 from helpers.models import GPT, ResNet, UNet
 from helpers.oracle import assert_step
+from helpers.traced_models import Forward
 from helpers.unseen_list import UnseenList
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
@@ -150,13 +151,8 @@ def test_everything_is_in_its_place_also_after_an_error():
 # -- values that are not there ---------------------------------------------------------------------------------------
 
 
-class Reads(nn.Module):
-    def __init__(self, read):
-        super().__init__()
-        self.linear, self.read = nn.Linear(4, 4), read
-
-    def forward(self, x):
-        return self.linear(x) * (2.0 if self.read(x) else 3.0)
+def reading(read):
+    return Forward(lambda m, x: m.lin(x) * (2.0 if read(x) else 3.0))
 
 
 @pytest.mark.parametrize(
@@ -173,11 +169,11 @@ class Reads(nn.Module):
 )
 def test_a_value_that_is_read_is_named_with_its_line(read):
     with torch.device("meta"):
-        model = nn.Sequential(Reads(read))
+        model = nn.Sequential(reading(read))
     with pytest.raises(
         TraceError, match=r"module '0' needs the values of tensors .*test_fake_tensors\.py:\d+; trace it with"
     ):
-        fxpipe.trace(model, (torch.randn(4, 4),))
+        fxpipe.trace(model, (torch.randn(4, 6),))
 
 
 def test_a_swallowed_error_does_not_hide_that_values_are_missing():
@@ -188,15 +184,15 @@ def test_a_swallowed_error_does_not_hide_that_values_are_missing():
             return True
 
     with torch.device("meta"):
-        model = Reads(read)
+        model = reading(read)
     with pytest.raises(TraceError, match="needs the values"):
-        fxpipe.trace(model, (torch.randn(4, 4),))
+        fxpipe.trace(model, (torch.randn(4, 6),))
 
 
 def test_the_general_paths_of_libraries_may_do_without_the_value():
     with torch.device("meta"):
-        model = Reads(lambda x: torch.compiler.is_compiling() or x.sum() > 0)
-    traced = fxpipe.trace(model, (torch.randn(4, 4),))
+        model = reading(lambda x: torch.compiler.is_compiling() or x.sum() > 0)
+    traced = fxpipe.trace(model, (torch.randn(4, 6),))
     assert "needs the values" in traced.why[0]
 
 

@@ -27,6 +27,20 @@ from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.verify.equivalence import check_against_model
 
 Maker = Callable[..., Callable[[nn.Module], Any]]
+
+
+class Model(Forward):
+    """One input, which symbolic tracing can follow."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def after(effect: Any, value: torch.Tensor) -> torch.Tensor:
+    """The value, computed after the effect."""
+    return value
+
+
 WAYS: dict[str, Maker] = {"export": exporting, "fx": lambda *args, **kwargs: fx.symbolic_trace}
 
 
@@ -100,31 +114,17 @@ def test_export_keeps_buffers_that_forward_sets() -> None:
 _listed = [torch.zeros(6)]
 
 
-class Counts(Layered, lin=6):
-    """Changes a tensor of nobody's."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _listed[0].add_(1)
-        out: torch.Tensor = self.lin(x) + _listed[0]
-        return out
-
-
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_constant_that_changes_is_refused(way: Maker) -> None:
+    model = Model(lambda m, a: after(_listed[0].add_(1), m.lin(a) + _listed[0]))
     with pytest.raises((TraceError, RuntimeError)):
-        trace(Counts(), (x(),), tracer=way(x()))
-
-
-class Doubled(Layered, lin=6):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        doubled: torch.Tensor = Double.apply(self.lin(x))
-        return doubled
+        trace(model, (x(),), tracer=way(x()))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_graph_that_loses_a_backward_is_refused(way: Maker) -> None:
     with pytest.raises(TraceError, match=r"gradient of 'lin\.weight'.*autograd\.Function.*tracer='record'"):
-        trace(Doubled(), (x(),), tracer=way(x()))
+        trace(Model(lambda m, a: Double.apply(m.lin(a))), (x(),), tracer=way(x()))
 
 
 def test_export_that_loses_an_attribute_is_refused() -> None:
@@ -136,17 +136,13 @@ def test_export_that_loses_an_attribute_is_refused() -> None:
         trace(Forward(forward), (x(),), tracer=exporting(x()))
 
 
-class Skips(Layered, lin=6):
-    def forward(self, x: torch.Tensor) -> OrderedDict[str, torch.Tensor]:
-        first, second = (x, x[:, :3])
-        if isinstance(second, torch.Tensor):  # a proxy is none
-            first = self.lin(first)
-        return OrderedDict(y=first, z=first[:, :5] @ x[:, :5].mT if type(x) is torch.Tensor else first @ second)
-
-
 def test_a_symbolic_graph_that_raises_is_refused() -> None:
+    def skips(m: Any, a: torch.Tensor) -> torch.Tensor:
+        rows = m.lin(a) if isinstance(a, torch.Tensor) else a  # a proxy is none
+        return rows[:, :5] @ a[:, :5].mT if type(a) is torch.Tensor else rows @ a[:, :3]
+
     with pytest.raises(TraceError, match=r"the graph that 'symbolic_trace' made raises, and the model does not: Ru"):
-        trace_by_function(Skips(), fx.symbolic_trace, (x(),), {})
+        trace_by_function(Model(skips), fx.symbolic_trace, (x(),), {})
 
 
 def test_the_models_own_error_is_the_models_own() -> None:
@@ -154,14 +150,9 @@ def test_the_models_own_error_is_the_models_own() -> None:
         trace_by_function(nn.Linear(5, 5), fx.symbolic_trace, (x(),), {})
 
 
-class Ordered(nn.Module):
-    def forward(self, x: torch.Tensor) -> OrderedDict[str, torch.Tensor]:
-        return OrderedDict(b=x * 2, a=x + 1)
-
-
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_the_output_has_the_models_structure(way: Maker) -> None:
-    traced = traced_by(way(x()), Ordered(), x())
+    traced = traced_by(way(x()), Model(lambda m, a: OrderedDict(b=a * 2, a=a + 1)), x())
     assert_same_as_model(traced, x(7))
 
 
@@ -214,20 +205,11 @@ def test_a_model_without_inputs_is_refused() -> None:
         trace(nn.Linear(6, 6))
 
 
-class Chooses(Layered, first=6, last=6):
-    """Two linear layers, and a factor that depends on the number of samples."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.first(x)
-        out: torch.Tensor = self.last(y * (3 if y.shape[0] > 6 else 2))
-        return out
-
-
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_graph_of_export_holds_for_the_sizes_that_it_was_made_for(dynamic: bool) -> None:
     given = x(5)
     function = exporting(given) if dynamic else lambda m: torch.export.export(m, (given,)).module()
-    model = Chooses()
+    model = Model(lambda m, a: m.last(m.lin(a) * (3 if a.shape[0] > 6 else 2)), last=nn.Linear(6, 6))
     plain = copy.deepcopy(model)
     options: dict[str, Any] = {"example_args": (given,), "profile_budget": 0.0, "tracer": function}
     with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, **options)) as pipe:
@@ -240,18 +222,6 @@ def test_a_graph_of_export_holds_for_the_sizes_that_it_was_made_for(dynamic: boo
 
 TRACERS = {"record": "record", "export": exporting(x()), "fx": fx.symbolic_trace}
 FUNCTIONS = [exporting(x()), fx.symbolic_trace]
-
-
-class Model(Forward):
-    """One input, which symbolic tracing can follow."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(self, x)
-
-
-def after(effect: Any, value: torch.Tensor) -> torch.Tensor:
-    """The value, computed after the effect."""
-    return value
 
 
 def _lot_of_numpy(m: Any, a: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from helpers.graph_functions import exporting
 from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_step, closing
-from helpers.traced_models import assert_same_as_model, x
+from helpers.traced_models import Forward, assert_same_as_model, x
 from torch import fx, nn
 
 import fxpipe
@@ -210,26 +211,11 @@ def test_a_wrong_graph_is_found_by_the_comparison_alone() -> None:
 # -- what limits the balance -----------------------------------------------------------------------------------------
 
 
-class Backbone(nn.Module):
+def make_speech(draw: Any) -> nn.Module:
     """Masks what it is given at random, by numpy, as speech models do while they train."""
-
-    def __init__(self, draw: Any):
-        super().__init__()
-        self.draw, self.layers = draw, nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x * self.draw(x))
-        return out
-
-
-class Speech(nn.Module):
-    def __init__(self, draw: Any):
-        super().__init__()
-        self.backbone, self.head = Backbone(draw), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.backbone(x))
-        return out
+    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    backbone = Forward(lambda m, x: m.layers(m.lin(x * draw(x))), layers=layers)
+    return nn.Sequential(OrderedDict(backbone=backbone, head=nn.Linear(6, 6)))
 
 
 def drawn(x: torch.Tensor) -> torch.Tensor:
@@ -238,7 +224,7 @@ def drawn(x: torch.Tensor) -> torch.Tensor:
 
 def test_a_module_kept_whole_that_holds_most_of_the_model_is_warned_of_once() -> None:
     with pytest.warns(UserWarning, match=r"'backbone' is one node with 80% of the parameters.*numpy's random") as seen:
-        plan = fxpipe.plan(Speech(drawn), 2, example_args=(x(),), chunks=2, hardware="cpu")
+        plan = fxpipe.plan(make_speech(drawn), 2, example_args=(x(),), chunks=2, hardware="cpu")
     assert len(seen) == 1
     assert seen[0].filename == __file__
     text = str(seen[0].message)
@@ -247,7 +233,7 @@ def test_a_module_kept_whole_that_holds_most_of_the_model_is_warned_of_once() ->
 
 
 def test_a_leaf_function_around_what_draws_makes_the_graph_finer() -> None:
-    plan = fxpipe.plan(Speech(fxpipe.leaf(drawn)), 2, example_args=(x(),), chunks=2, hardware="cpu")
+    plan = fxpipe.plan(make_speech(fxpipe.leaf(drawn)), 2, example_args=(x(),), chunks=2, hardware="cpu")
     assert not plan.whole
 
 

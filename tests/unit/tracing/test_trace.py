@@ -424,30 +424,25 @@ def test_output_that_requires_grad_in_the_model_only_is_found():
         trace(Forward(forward), (x(),), tracer="record")
 
 
-class HandingOn(nn.Module):
-    """Puts a tensor into a list for a later module to take, as deep supervision does."""
-
-    def __init__(self, takes_before: bool):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.heads, self.takes_before = [torch.rand(1)] * 2, takes_before
-
-    def forward(self, x):
-        y = self.first(x)
-        if self.takes_before:
-            y = y + self.heads[1].mean()
-        self.heads[1] = y
-        return self.second(y).relu() + self.heads[1]
-
-
 def test_a_list_that_forward_fills_and_then_reads():
-    model, x = HandingOn(False), torch.randn(4, 6)
-    kept = model.heads[1]
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
-        assert model.heads[1] is kept
-        torch.testing.assert_close(pipe(x), model(x))
+    """For a later module to take, as deep supervision does."""
+
+    def forward(m, x):
+        y = m.lin(x) + (m.heads[1].mean() if m.takes_before else 0)
+        m.heads[1] = y
+        return m.second(y).relu() + m.heads[1]
+
+    def make_model(takes_before):
+        heads = [torch.rand(1)] * 2
+        return Forward(forward, second=nn.Linear(6, 6), heads=heads, takes_before=takes_before)
+
+    model, inputs = make_model(False), x()
+    before = model.heads[1]
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(inputs,)) as pipe:
+        assert model.heads[1] is before
+        torch.testing.assert_close(pipe(inputs), model(inputs))
     with pytest.raises(TraceError, match=r"takes tensors out of 'heads' and puts others in"):
-        fxpipe.trace(HandingOn(True), (x,))
+        trace(make_model(True), (inputs,))
 
 
 class Nested(nn.Module):

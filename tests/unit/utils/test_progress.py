@@ -123,14 +123,6 @@ def test_threads_have_their_own_say(monkeypatch):
     assert not any(lines_of(terminal.getvalue()))
 
 
-def test_planning_shows_its_long_steps(monkeypatch):
-    terminal = looked_at(monkeypatch)
-    fxpipe.plan(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), 2, example_args=(torch.randn(4, 6),))
-    for step in ("recording", "shapes", "checking", "profiling"):
-        assert re.search(rf"planning: \[\d\d:\d\d, {step}", terminal.getvalue())
-    assert not any(lines_of(terminal.getvalue()))
-
-
 @pytest.mark.parametrize(
     ("module", "slow_pass", "shown"),
     [

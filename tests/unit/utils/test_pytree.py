@@ -333,14 +333,6 @@ def test_an_output_that_holds_itself_is_refused():
         fxpipe.trace(Model(forward), (x(),))
 
 
-def test_an_output_of_another_structure_at_another_size_is_refused():
-    def forward(model, x):
-        return [model.one(x)] * (2 if f"{len(x)}" == "4" else 3)
-
-    with pytest.raises(TraceError, match=r"with 2 samples than with the example's 4 at .*branches on their number"):
-        fxpipe.trace(Model(forward), (x(4),), tracer="record")
-
-
 def test_out_dims_as_the_output_is():
     def forward(model, x):
         return Plain(model.one(x).sum(0), {"y": [model.two(x).T, model.two(x).mean()]})

@@ -81,6 +81,11 @@ def selected(lin: Any, x: torch.Tensor) -> torch.Tensor:
     return h[largest].view(x.shape[0], 2)
 
 
+def make_function(name: str, forward: Any) -> type[torch.autograd.Function]:
+    """A function that fake tensors do not run."""
+    return type(name, (torch.autograd.Function,), {"forward": staticmethod(lambda ctx, x: forward(x))})
+
+
 SEEN: dict[str, tuple[Any, list[str], tuple[int, ...]]] = {
     "function that reads values": (lambda lin, x: ReadsValues.apply(lin(x)), ["float32[b, 6]"], (0,)),
     "function that loops": (lambda lin, x: lin(Loops.apply(x)), ["float32[b, 6]"], (0,)),
@@ -135,48 +140,37 @@ def test_mask_of_two_lengths_has_no_batch_where_only_real_runs_tell(samples):
 
 
 def test_batches_that_must_be_even():
-    class Pairs(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            assert not bool(x.isnan().any())
-            return x.view(-1, 2, 6).flip(1).view(-1, 6)
+    def pairs(x):
+        assert not bool(x.isnan().any())
+        return x.view(-1, 2, 6).flip(1).view(-1, 6)
 
-    result = traced(lambda lin, x: Pairs.apply(lin(x)), out_dims=0)
-    assert shapes(result) == ["float32[b, 6]"]
+    function = make_function("Pairs", pairs)
+    assert shapes(traced(lambda lin, x: function.apply(lin(x)), out_dims=0)) == ["float32[b, 6]"]
 
 
 def test_function_that_does_fix_the_batch_size_says_so():
-    class Fixed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.view(4, 6) * 2
-
+    function = make_function("Fixed", lambda x: x.view(4, 6) * 2)
     with pytest.raises(ArgumentError, match=r"cannot vary: args\[0\] \(size 4, fixed by Fixed at"):
-        traced(lambda lin, x: Fixed.apply(lin(x)))
+        traced(lambda lin, x: function.apply(lin(x)))
 
 
 def test_rows_chosen_by_value_look_like_no_formula():
-    class Chosen(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x[[row for row, value in enumerate(x[:, 0].tolist()) if value > 0]]
-
+    function = make_function("Chosen", lambda x: x[[row for row, value in enumerate(x[:, 0].tolist()) if value > 0]])
     x = torch.tensor([1.0, -1.0, -1.0, 1.0])[:, None].expand(4, 6).contiguous()
     for chosen in (x, -x):  # with one sample more or less: one row more or less; as many rows
         with pytest.raises(TraceError, match="sizes must grow evenly with the samples"):
-            traced(lambda lin, x: Chosen.apply(x) + lin.bias, chosen)
+            traced(lambda lin, x: function.apply(x) + lin.bias, chosen)
 
 
 def test_what_real_runs_raise_is_told():
-    class Picky(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            if bool(x.isnan().any()) or x.shape[0] not in (4, 5):
-                raise ValueError("four or five, please")
-            return x * 2
+    def refuse(x):
+        if bool(x.isnan().any()) or x.shape[0] not in (4, 5):
+            raise ValueError("four or five, please")
+        return x * 2
 
+    function = make_function("Picky", refuse)
     with pytest.raises(TraceError, match=r"real runs with 4, 8 and 12 samples: ValueError: four or five, please"):
-        traced(lambda lin, x: Picky.apply(lin(x)))
+        traced(lambda lin, x: function.apply(lin(x)))
 
 
 def opaque(forward: Any, *args: Any) -> Traced:

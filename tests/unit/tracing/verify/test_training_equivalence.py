@@ -19,10 +19,6 @@ from fxpipe.tracing.verify import equivalence as two_calls
 from fxpipe.tracing.verify.equivalence import check_training_equivalence
 
 
-def _leaves(batch: torch.Tensor) -> list[Any]:
-    return [batch]
-
-
 def _replaced(traced: Traced, name: str, function: Any) -> None:
     """Another function in the place of a node's, as a fault of a recording would be."""
     (node,) = (n for n in traced.nodes if n.name == name)
@@ -36,10 +32,10 @@ def _twice(value: torch.Tensor) -> torch.Tensor:
 
 def test_a_recording_with_a_wrong_backward_is_refused() -> None:
     traced = trace(Forward(lambda m, a: m.lin(a).tanh()), (x(),))
-    check_training_equivalence(traced, _leaves(x()))
+    check_training_equivalence(traced, [x()])
     _replaced(traced, "tanh", _twice)
     with pytest.raises(TraceError, match=r"gradient of 'lin\.weight' by the traced graph is not the model's.*leaf_mod"):
-        check_training_equivalence(traced, _leaves(x()))
+        check_training_equivalence(traced, [x()])
 
 
 @pytest.mark.parametrize(
@@ -50,16 +46,16 @@ def test_a_gradient_that_is_missing_is_none_that_is_zero(function: Any) -> None:
     traced = trace(model, (x(),))
     _replaced(traced, "detach", lambda value: value * 0 + value.detach())
     with pytest.raises(TraceError, match=r"gradient of 'other\.weight'"):
-        check_training_equivalence(traced, _leaves(x()))
+        check_training_equivalence(traced, [x()])
 
 
 def test_directions_of_large_outputs_repeat_and_tell_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_calls, "PERIOD", 5)
     traced = trace(Forward(lambda m, a: m.lin(a).tanh()), (x(),))
-    check_training_equivalence(traced, _leaves(x()))
+    check_training_equivalence(traced, [x()])
     _replaced(traced, "tanh", _twice)
     with pytest.raises(TraceError, match="gradient of"):
-        check_training_equivalence(traced, _leaves(x()))
+        check_training_equivalence(traced, [x()])
     direction = two_calls._direction(torch.zeros(3, 4), 0, 1.0)
     assert direction.flatten()[:5].tolist() == direction.flatten()[5:10].tolist()
     assert len({*direction.flatten().tolist()}) == 5
@@ -71,7 +67,7 @@ def test_gradients_of_inputs_are_compared() -> None:
     traced = trace(model, (batch,))
     _replaced(traced, "tanh", _twice)
     with pytest.raises(TraceError, match="gradient of 'input args"):
-        check_training_equivalence(traced, _leaves(batch))
+        check_training_equivalence(traced, [batch])
 
 
 @pytest.mark.parametrize("fault", [lambda g: g * 2, lambda g: g.roll(1, 0), lambda g: g.roll(1, 1), torch.zeros_like])
@@ -87,10 +83,10 @@ def test_large_gradients_are_compared_by_their_sums(fault: Any, monkeypatch: pyt
 
     monkeypatch.setattr(two_calls, "SMALL_GRADIENT", 8)
     traced = trace(Forward(lambda m, a: a @ m.lin.weight.clone()), (x(),))
-    check_training_equivalence(traced, _leaves(x()))
+    check_training_equivalence(traced, [x()])
     _replaced(traced, "clone", Fault.apply)
     with pytest.raises(TraceError, match=r"gradient of 'lin\.weight'"):
-        check_training_equivalence(traced, _leaves(x()))
+        check_training_equivalence(traced, [x()])
 
 
 def test_what_cancels_out_is_rounding_and_no_difference() -> None:
@@ -102,7 +98,7 @@ def test_what_cancels_out_is_rounding_and_no_difference() -> None:
     model, batch = Forward(forward, key=nn.Linear(6, 6)), torch.randn(4, 5, 6)
     traced = trace(model, (batch,))
     _replaced(traced, "softmax", lambda value, dim: (value * 3).double().div(3).softmax(dim).float())
-    check_training_equivalence(traced, _leaves(batch))
+    check_training_equivalence(traced, [batch])
 
 
 def test_hooks_of_the_users_see_nothing_and_stay() -> None:
@@ -174,17 +170,17 @@ def test_what_the_second_call_makes_of_the_state_is_compared() -> None:
         return y
 
     traced = trace(Forward(forward, seen=torch.zeros(1)), (x(),))
-    check_training_equivalence(traced, _leaves(x()))
+    check_training_equivalence(traced, [x()])
     _replaced(traced, "where", lambda condition, yes, no: torch.ones(1))
     with pytest.raises(TraceError, match="output 0 of the second of two calls in a row is not the model's"):
-        check_training_equivalence(traced, _leaves(x()))
+        check_training_equivalence(traced, [x()])
 
 
 def test_a_buffer_that_the_graph_does_not_change_is_told() -> None:
     traced = trace(Forward(lambda m, a: m.lin(a) + m.seen.add_(1), seen=torch.zeros(1)), (x(),))
     _replaced(traced, next(n.name for n in traced.nodes if "add_" in str(n.target)), lambda value, one: value + one)
     with pytest.raises(TraceError, match="forward changes 'seen', and the traced graph does not do the same"):
-        check_training_equivalence(traced, _leaves(x()))
+        check_training_equivalence(traced, [x()])
 
 
 def test_tensors_in_lists_are_after_tracing_what_they_were() -> None:
@@ -205,4 +201,4 @@ def test_an_input_that_a_computed_value_is_written_to_ends_no_gradient() -> None
         return m.other(a)
 
     model = Forward(forward, other=nn.Linear(6, 6))
-    check_training_equivalence(trace(model, (x(),)), _leaves(x()))
+    check_training_equivalence(trace(model, (x(),)), [x()])
