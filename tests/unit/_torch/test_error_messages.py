@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 from collections.abc import Callable
 
 import pytest
@@ -83,33 +84,19 @@ def test_too_many_stages_is_an_error_with_its_facts():
 
 def decisions_by_text(path: pathlib.Path) -> list[int]:
     """Lines that compare or search the text of an exception."""
-    tree = ast.parse(path.read_text())
-    errors = {handler.name for handler in ast.walk(tree) if isinstance(handler, ast.ExceptHandler) and handler.name}
-    errors |= {
-        argument.arg
-        for argument in ast.walk(tree)
-        if isinstance(argument, ast.arg)
-        and argument.annotation is not None
-        and any(word in ast.unparse(argument.annotation) for word in ("Error", "Exception"))
-    }
-
-    def is_text(node: ast.AST) -> bool:
-        return any(
-            isinstance(one, ast.Call)
-            and isinstance(one.func, ast.Name)
-            and one.func.id in ("str", "repr")
-            and any(isinstance(argument, ast.Name) and argument.id in errors for argument in one.args)
-            for one in ast.walk(node)
-        )
-
-    def decides(node: ast.AST) -> bool:
-        if isinstance(node, ast.Compare):
-            return is_text(node)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            return node.func.attr in ("startswith", "endswith", "find", "search", "match") and is_text(node)
-        return False
-
-    return [node.lineno for node in ast.walk(tree) if decides(node)]
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    errors = [node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name]
+    annotated = [node for node in nodes if isinstance(node, ast.arg) and node.annotation is not None]
+    errors += [node.arg for node in annotated if re.search("Error|Exception", ast.unparse(node.annotation))]
+    text = re.compile(rf"\b(str|repr)\(({'|'.join(errors)})\)")
+    searches = ("startswith", "endswith", "find", "search", "match")
+    return [
+        node.lineno
+        for node in nodes
+        if isinstance(node, ast.Compare)
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in searches)
+        if errors and text.search(ast.unparse(node))
+    ]
 
 
 def test_no_other_file_goes_by_the_text_of_an_exception():

@@ -70,11 +70,6 @@ class Watched(nn.Module):
         return self.watch("second", self.second(h.float()), number)
 
 
-class Recurrent(Layered, lstm=lambda: nn.LSTM(5, 5, num_layers=2, dropout=0.3, batch_first=True)):
-    def forward(self, x):
-        return self.lstm(x[:, None, :])[0][:, 0, :]
-
-
 class Averaging(Layered, linear=5, average=lambda: torch.zeros(5)):
     """Reads and changes a buffer: what is recomputed must find what forward found."""
 
@@ -112,7 +107,6 @@ class Slopes(Layered, linear=5):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 5), nn.AlphaDropout(0.2)),
     "noise": Rolling,
-    "recurrent": Recurrent,
     "attention": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 5)), nn.TransformerEncoderLayer(5, 1, 8, dropout=0.2, batch_first=True), nn.Flatten(1)
     ),

@@ -65,33 +65,26 @@ def test_a_graph_of_the_users_keeps_no_module_whole() -> None:
         trace(Around(1), (x(),), tracer=fx.symbolic_trace, leaf_modules=["inner"])
 
 
-class Unused(nn.Module):
+def make_unused(reads: bool) -> nn.Module:
     """Makes what nobody uses, of an input that nothing else uses, before the module that is kept whole."""
 
-    def __init__(self, reads: bool) -> None:
-        super().__init__()
-        self.a, self.h, self.ids, self.calls, self.reads = (
-            nn.Linear(6, 6),
-            nn.Linear(6, 6),
-            nn.Embedding(4, 6),
-            0,
-            reads,
-        )
-        self.h.register_forward_pre_hook(self._read)
+    def forward(m: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = m.lin(x)
+        unused = y + m.ids(ids)
+        return m.h(y) * (2 if unused is not None else 1)
 
-    def _read(self, module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        if self.reads and given[0].sum().item() > 1e9:
+    def read(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if reads and args[0].sum().item() > 1e9:
             raise ValueError
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)
-        unused = y + self.ids(ids)
-        return self.h(y) * (2 if unused is not None else 1)
+    model: Any = Forward(forward, h=nn.Linear(6, 6), ids=nn.Embedding(4, 6))
+    model.h.register_forward_pre_hook(read)
+    return model
 
 
 @pytest.mark.parametrize(("reads", "asked"), [(False, ["h"]), (True, []), (True, ["h"])])
 def test_an_input_that_only_an_unused_value_mixes_with_others(reads: bool, asked: list[str]) -> None:
-    model, ids = Unused(reads), torch.arange(8) % 4
+    model, ids = make_unused(reads), torch.arange(8) % 4
     plain, given = copy.deepcopy(model), x(8)
     with closing(
         fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(given, ids), leaf_modules=asked, profile_budget=0.0)
