@@ -182,9 +182,6 @@ def test_what_is_forgotten_is_gone_and_what_is_kept_is_there():
     torch.autograd.grad(torch.exp(x).sum(), x)
 
 
-# -- is_recomputing ----------------------------------------------------------------------------------------------------
-
-
 class Telling(torch.autograd.Function):
     """Notes what it is told in forward and in backward."""
 

@@ -368,9 +368,6 @@ def test_a_leaf_that_forward_makes_is_sent_on_in_every_mode(cut):
         oracle.assert_step(pipe, plain, x, one_pass=True)
 
 
-# -- GPUs ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.cuda
 def test_the_default_device_in_a_worker_is_the_stages(look):
     model = _net().cuda()

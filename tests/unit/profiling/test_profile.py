@@ -201,9 +201,6 @@ def test_one_profile_serves_other_micro_batch_sizes() -> None:
             assert here.weight.at(size) == pytest.approx(there.weight.at(size), rel=1e-6)
 
 
-# -- the part of backward that goes to parameters ----------------------------------------------------------------------
-
-
 def test_operations_are_found_beside_measuring() -> None:
     x = torch.randn(4, 8)
     found = profile(trace(nn.Linear(8, 8), (x,)), (x,), budget=0.01)

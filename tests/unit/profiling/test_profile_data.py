@@ -67,9 +67,6 @@ def _profiled(model=None):
     return traced, fxpipe.profile(traced, (X,), hardware="cpu")
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
-
-
 def test_a_stale_profile_is_refused_and_how_to_make_a_new_one_is_said(tmp_path):
     _, profile = _profiled()
     profile.save(tmp_path / "p.json")

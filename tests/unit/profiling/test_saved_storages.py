@@ -210,9 +210,6 @@ def test_a_node_that_saves_a_storage_twice_saves_it_once():
         assert list(one.savers) == sorted(set(one.savers))
 
 
-# -- one node of each kind ---------------------------------------------------------------------------------------------
-
-
 def choosing(m: Any, x: torch.Tensor) -> torch.Tensor:
     """How many rows go on depends on a product."""
     h = m.linear(x)

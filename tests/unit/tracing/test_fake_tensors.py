@@ -115,21 +115,16 @@ def test_values_may_be_missing_in_model_or_inputs_whatever_the_user_has_active()
 def test_ties_stay_ties_and_classes_of_parameters_stay():
     seen = UnseenList()
 
-    class Looks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.b.weight = self.a.weight
-            self.a.bias.requires_grad_(False)
-
-        def forward(self, x):
-            is_one = self.a.weight is self.b.weight
-            seen.append((is_one, isinstance(self.a.weight, nn.Parameter), self.a.bias.requires_grad, x.device.type))
-            return self.b(self.a(x))
+    def look(m, x):
+        weight = m.lin.weight
+        seen.append((weight is m.b.weight, isinstance(weight, nn.Parameter), m.lin.bias.requires_grad, x.device.type))
+        return m.b(m.lin(x))
 
     with torch.device("meta"):
-        model = Looks()
-    traced = fxpipe.trace(model, (torch.randn(4, 4),))
+        model = Forward(look, b=nn.Linear(6, 6))
+    model.b.weight = model.lin.weight
+    model.lin.bias.requires_grad_(False)
+    traced = fxpipe.trace(model, (torch.randn(4, 6),))
     assert set(seen) == {(True, True, False, "cpu")}
     assert sum(n.op == "get_attr" for n in traced.graph.nodes) == 3
     assert len(list(model.parameters())) == 3

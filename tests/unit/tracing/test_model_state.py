@@ -18,15 +18,11 @@ from fxpipe.tracing.parameter_offload import OffloadedParameters
 from fxpipe.utils import accelerator
 
 
-def test_inputs_that_are_there_already_are_not_copied():
-    x, nested = torch.randn(2), {"a": [torch.randn(2), None, 3]}
-    have = move_inputs((x, nested), torch.device("cpu"))
-    assert have[0] is x
-    assert have[1]["a"][0] is nested["a"][0]
-
-
-def test_inputs_from_elsewhere_are_moved_and_still_require_grad():
-    x = torch.randn(2, requires_grad=True)
+def test_inputs_are_moved_and_still_require_grad_and_are_not_copied_where_they_are():
+    x, nested = torch.randn(2, requires_grad=True), {"a": [torch.randn(2), None, 3]}
+    same, same_nested = move_inputs((x, nested), torch.device("cpu"))
+    assert same is x
+    assert same_nested["a"][0] is nested["a"][0]
     (there,) = move_inputs((x,), torch.device("meta"))
     assert there.device.type == "meta"
     assert there.requires_grad

@@ -201,9 +201,6 @@ def test_a_wrong_graph_is_found_by_the_comparison_alone() -> None:
         torch.testing.assert_close(pipe(given), want)
 
 
-# -- what limits the balance -----------------------------------------------------------------------------------------
-
-
 def make_speech(draw: Any) -> nn.Module:
     """Masks what it is given at random, by numpy, as speech models do while they train."""
     layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))

@@ -274,9 +274,6 @@ def test_flags_tell_whatever_decides_which_python_runs(change):
     assert module_flags(model) != before
 
 
-# -- tracing leaves no trace -----------------------------------------------------------------------------------------
-
-
 def _everything(model: nn.Module) -> dict[str, Any]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {

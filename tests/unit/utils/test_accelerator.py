@@ -182,9 +182,6 @@ def test_a_backend_that_shows_no_state_of_its_generators_is_left_alone(backend):
     assert accelerator.used_generators() == []
 
 
-# -- the clock ---------------------------------------------------------------------------------------------------------
-
-
 class SlowHost:
     """A device that is given its work by a slow host; times are in seconds, and events are times."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import fxpipe.utils.batch_split
+import fxpipe.utils.polynomial
 import fxpipe.utils.python_objects
 from fxpipe.tracing.verify.equivalence import slice_samples
 from fxpipe.utils.batch_split import BatchDim, rows_of_inputs, rows_per_sample, samples_along
@@ -22,7 +23,7 @@ def test_arrays_are_equal_item_by_item_and_of_one_shape() -> None:
 
 
 def test_examples_in_the_texts_are_true() -> None:
-    for module in (fxpipe.utils.python_objects, fxpipe.utils.batch_split):
+    for module in (fxpipe.utils.python_objects, fxpipe.utils.batch_split, fxpipe.utils.polynomial):
         assert doctest.testmod(module).attempted > 0
         assert doctest.testmod(module).failed == 0
 

@@ -1,6 +1,5 @@
 """Polynomials in sizes: values, sums, products, text, files, fits through counts, and bounds of sympy expressions."""
 
-import doctest
 import json
 import math
 from fractions import Fraction
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._sympy.functions import FloorDiv
 
-import fxpipe.utils.polynomial
 from fxpipe.errors import ArgumentError
 from fxpipe.utils.polynomial import ZERO, Polynomial, fit_counts, polynomial_through
 from fxpipe.utils.polynomial_bound import polynomial_bound
@@ -115,9 +113,6 @@ def test_what_is_no_polynomial_is_refused(value: Any) -> None:
         Polynomial.from_json(value)
 
 
-# -- through what was counted ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("coefficients", "at"),
     [((7,), (3, 2)), ((0, 5), (8, 2, 3)), ((-2, 3), (1, 2, 4)), ((1, Fraction(-1, 2), Fraction(1, 2)), (8, 2, 3, 4))],
@@ -134,11 +129,6 @@ def test_what_is_no_polynomial_is_right_where_it_was_counted(counted: tuple[tupl
     assert polynomial_through(counted) is None
     assert fit_counts(counted, 4) == Polynomial.in_b(0, Fraction(5, 2))
     assert fit_counts(((4, 0),), 4) == ZERO
-
-
-def test_examples_in_the_text_are_true() -> None:
-    assert doctest.testmod(fxpipe.utils.polynomial).attempted > 0
-    assert doctest.testmod(fxpipe.utils.polynomial).failed == 0
 
 
 b, s = (sympy.Symbol(name, integer=True, positive=True) for name in "bs")

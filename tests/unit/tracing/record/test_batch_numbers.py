@@ -124,8 +124,6 @@ def test_guards():
             compare(pipe, torch.cat([x, -x]))
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
-
 LOOPS: dict[str, Any] = {
     "range(len)": lambda m, x: torch.stack([m.lin(x[n]) for n in range(len(x))]),
     "range(size)": lambda m, x: torch.stack([m.lin(x[n]) for n in range(x.shape[0])]),

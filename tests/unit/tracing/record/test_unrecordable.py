@@ -300,9 +300,6 @@ def test_everything_that_is_wrong_is_said_at_once():
     assert str(caught.value).count("\n- ") == 4
 
 
-# -- inputs and outputs ----------------------------------------------------------------------------------------------
-
-
 def test_unknown_containers():
     for holder in (lambda y: {y}, lambda y: lambda: y, lambda y: functools.partial(torch.add, y), lambda y: y.relu):
         with pytest.raises(TraceError, match=r"that holds tensors.*register_pytree_node"):

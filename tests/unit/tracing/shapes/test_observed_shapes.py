@@ -207,9 +207,6 @@ def test_opaque_nodes_are_never_run_on_fake_tensors_and_seen_together():
     assert Real.runs == 5 * (1 + 3)  # the recording, and one real run for each number of samples
 
 
-# -- the whole -------------------------------------------------------------------------------------------------------
-
-
 class Model(Layered, a=6, norm=lambda: nn.BatchNorm1d(6), b=6):
     """Batch norm, dropout and functions that cannot run on fake tensors."""
 

@@ -158,9 +158,6 @@ def test_a_model_whose_backward_raises_can_be_traced_for_what_it_does_forward() 
     trace(Forward(lambda m, a: Forwards.apply(m.lin(a))), (x(),))
 
 
-# -- two calls in a row ----------------------------------------------------------------------------------------------
-
-
 def test_what_the_second_call_makes_of_the_state_is_compared() -> None:
     """A switch that the first call sets: what it does then shows in the second call only."""
 
