@@ -34,7 +34,6 @@ from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan
 from fxpipe.rewriting.relay_routes import relay_routes
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
-from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_inputs import GivenInputs
@@ -75,13 +74,13 @@ class Job:
 
 class RankState(PipelineState):
     group: RankGroup
+    engine: RankEngine
     can_overlap_updates = False  # all ranks decide at the end of a step whether it is committed
 
     def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None, group: RankGroup):
-        super().__init__(model, settings, plan, InlineExecutor())
+        super().__init__(model, settings, plan, RankEngine(model, group))
         self.group = group
         self.outputs = "last"  # "last" or "all": the ranks that get the output of a call
-        self.engine: RankEngine = RankEngine(model, group)
         self.held: HeldTensors | None = None
         # Tensors of a model built on the meta device: each rank initializes its own tensors only.
         self.without_values = frozenset(names_without_values(model))

@@ -21,7 +21,6 @@ from fxpipe.planning.options.parse import DROP_IN_SCHEDULE, parse_compile, parse
 from fxpipe.planning.options.pipeline_options import OPTION_DEFAULTS, Settings
 from fxpipe.planning.plans import Plan
 from fxpipe.runtime import losses
-from fxpipe.runtime.executors import Executor, executor_for
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling.streams import WeightPolicy
@@ -116,18 +115,12 @@ class Pipeline(nn.Module):
         """Hides classes of pipes from the model's class, which may register or check its subclasses."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        settings: Settings,
-        plan: Plan | None = None,
-        executor: Executor | None = None,
-        state: PipelineState | None = None,
+        self, model: nn.Module, settings: Settings, plan: Plan | None = None, state: PipelineState | None = None
     ):
         if not isinstance(settings, Settings):
             raise ArgumentTypeError("fxpipe.Pipeline is the class of pipes; call fxpipe.pipeline(model, devices)")
         set_up(self, model)
-        state = state or PipelineState(model, settings, plan, executor or executor_for(settings.row_devices))
-        object.__setattr__(self, "_fxpipe", state)
+        object.__setattr__(self, "_fxpipe", state or PipelineState(model, settings, plan))
 
     @torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

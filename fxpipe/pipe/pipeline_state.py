@@ -27,7 +27,7 @@ from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import simulate
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.engine import Engine
-from fxpipe.runtime.executors import Executor, executor_for
+from fxpipe.runtime.executors import executor_for
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer, noting_updates
 from fxpipe.runtime.step_inputs import GivenInputs
@@ -63,10 +63,10 @@ class PipelineState(Programs):
 
     can_overlap_updates = True  # an optimizer can update stages within a step
 
-    def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None, executor: Executor):
+    def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None, engine: Engine | None = None):
         super().__init__(model, settings, plan)
         self.group: Any = OneProcess()
-        self.engine = Engine(model, executor, settings.row_devices)
+        self.engine = engine or Engine(model, executor_for(settings.row_devices), settings.row_devices)
         self.optimizer_states = OptimizerStateMover(model)
         self._devices_ahead: dict[str, torch.device] = {}  # by tensor, if planned without values
         self._stages_of_parameters: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: tensor, its updating stage
