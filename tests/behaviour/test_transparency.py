@@ -6,14 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.case_steps import (
-    BATCH,
-    assert_drop_in_training,
-    assert_evaluation,
-    assert_training_steps,
-    case_and_pipe,
-    set_options,
-)
+from helpers.case_steps import BATCH, assert_evaluation, assert_training_steps, case_and_pipe, set_options
 from helpers.layered import Layered
 from helpers.models import BY_NAME, CASES
 from helpers.oracle import assert_same_gradients, train_step
@@ -50,7 +43,7 @@ def test_steps_equal_the_plain_model(number, name, devices, per_device):
             j for j, mode in enumerate(by_stage) if mode != "never" and (mode, chunks) != ("except_last", 1)
         }
         assert_evaluation(case, plain, pipe)
-        assert_drop_in_training(case, plain, pipe, (CHECKPOINTS[number % 3], by_stage), chunks)
+        assert_training_steps(case, plain, pipe, [("drop-in", CHECKPOINTS[number % 3]), ("drop-in", by_stage)], chunks)
         assert_evaluation(case, plain, pipe)
         assert len(pipe._fxpipe.graphs) == 2  # one for training and one for evaluation
 

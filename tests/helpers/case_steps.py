@@ -50,52 +50,40 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 
 def assert_training_steps(case: Any, plain: Any, pipe: Any, modes: Any, chunks: int) -> None:
-    """Steps of `forward_backward` in these (schedule, checkpoint) equal those of the plain model, bit for bit."""
+    """Steps of `forward_backward` in these (schedule, checkpoint) equal those of the plain model, bit for bit.
+
+    With the schedule "drop-in" the pipe is called, and equals the plain model to a tolerance: the loss of the whole
+    mini-batch divides once, those of micro-batches each.
+    """
     optimizers = [optimizer_of(plain), optimizer_of(pipe)]
     for step, (schedule, checkpoint) in enumerate(modes):
-        set_options(pipe, schedule=schedule, checkpoint=checkpoint)
+        is_drop_in = schedule == "drop-in"
+        set_options(pipe, checkpoint=checkpoint, **{} if is_drop_in else {"schedule": schedule})
         args, kwargs = case.inputs(BATCH)
         target = case.target(BATCH)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         torch.manual_seed(step)
         seed = draw_seed(draws_random_numbers(pipe))
-        order = "gpipe" if schedule == "gpipe" else "1f1b"  # in which a stage sums gradients
+        order = "gpipe" if is_drop_in or schedule == "gpipe" else "1f1b"  # in which a stage sums gradients
         want = train_step(plain, args, kwargs, target, case.loss, chunks=chunks, order=order, seed=seed, batch=BATCH)
         torch.manual_seed(step)
-        have = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+        if is_drop_in:
+            target = pytree.tree_map_only(torch.Tensor, devices.last_device(pipe), target)
+            loss = case.loss(pipe(*args, **kwargs), target)
+            loss.backward()
+            have = loss.detach()
+        else:
+            have = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
         torch.testing.assert_close(have.cpu(), want)
         assert not have.requires_grad
-        assert_same_gradients(pipe, plain, case.tied)
+        assert_same_gradients(pipe, plain, case.tied, exact=not is_drop_in)
         for optimizer in optimizers:
             optimizer.step()
-        assert_same_state(pipe, plain, exact=not case.tied)
-        if case.tied:  # else the last bit of one step is a difference in the next
+        assert_same_state(pipe, plain, exact=not (case.tied or is_drop_in))
+        if case.tied and not is_drop_in:  # else the last bit of one step is a difference in the next
             plain.load_state_dict(pipe.state_dict())
             optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
-
-
-def assert_drop_in_training(case: Any, plain: Any, pipe: Any, checkpoints: Any, chunks: int) -> None:
-    """Drop-in steps with these checkpoint modes equal those of the plain model to a tolerance."""
-    optimizers = [optimizer_of(plain), optimizer_of(pipe)]
-    for step, checkpoint in enumerate(checkpoints):
-        set_options(pipe, checkpoint=checkpoint)
-        args, kwargs = case.inputs(BATCH)
-        target = case.target(BATCH)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        torch.manual_seed(step)
-        seed = draw_seed(draws_random_numbers(pipe))
-        want = train_step(plain, args, kwargs, target, case.loss, chunks=chunks, order="gpipe", seed=seed, batch=BATCH)
-        torch.manual_seed(step)
-        loss = case.loss(pipe(*args, **kwargs), pytree.tree_map_only(torch.Tensor, devices.last_device(pipe), target))
-        loss.backward()
-        torch.testing.assert_close(loss.detach().cpu(), want)
-        # The loss of the whole mini-batch divides once, those of micro-batches each: not bit for bit.
-        assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same_state(pipe, plain, exact=False)
 
 
 def assert_evaluation(case: Any, plain: Any, pipe: Any) -> None:

@@ -27,23 +27,28 @@ FILES = {_name(path): path for path in ROOT.rglob("*.py")}
 DRAWS = {"__str__", "compare_sizes", "_repr_html_", "save_timeline", "save_trace"}  # methods
 
 
-def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Everything in a file except methods that draw."""
-    if not (isinstance(node, ast.FunctionDef) and node.name in DRAWS):
-        yield node
-        for child in ast.iter_child_nodes(node):
-            yield from _nodes(child)
+def _imports_by_function(node: ast.AST, inside: str = "") -> Iterator[tuple[str, str]]:
+    """Each import: the class and function that it stands in, dotted ("" for none), and what it imports."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom):
+            assert not child.level, "imports say in full what they import"
+            yield from ((inside, f"{child.module}.{alias.name}") for alias in child.names)
+        elif isinstance(child, ast.Import):
+            yield from ((inside, alias.name) for alias in child.names)
+        else:
+            is_named = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from _imports_by_function(child, f"{inside}.{child.name}".lstrip(".") if is_named else inside)
+
+
+def _by_function(name: str) -> list[tuple[str, str]]:
+    return list(_imports_by_function(ast.parse(FILES[name].read_text(encoding="utf-8"))))
 
 
 def _imports(name: str) -> set[str]:
-    found = set()
-    for node in _nodes(ast.parse(FILES[name].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            of = str(node.module)
-            found |= {one if (one := f"{of}.{alias.name}") in FILES else of for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found & FILES.keys() - {"fxpipe"}  # which hands on the names of all, and has the version
+    """The files that a file imports outside of methods that draw."""
+    needed = {one for inside, one in _by_function(name) if DRAWS.isdisjoint(inside.split("."))}
+    files = {one if one in FILES else one.rpartition(".")[0] for one in needed}
+    return files & FILES.keys() - {"fxpipe"}  # which hands on the names of all, and has the version
 
 
 def _circle(imports: dict[str, set[str]]) -> list[str]:
@@ -82,23 +87,6 @@ def _is_in(name: str, *rooms: str) -> bool:
     return any(name == room or name.startswith(f"{room}.") for room in rooms)
 
 
-def _imports_by_function(node: ast.AST, inside: str = "") -> Iterator[tuple[str, str]]:
-    """Each import: the class and function that it stands in, dotted ("" for none), and what it imports."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ImportFrom):
-            assert not child.level, "imports say in full what they import"
-            yield from ((inside, f"{child.module}.{alias.name}") for alias in child.names)
-        elif isinstance(child, ast.Import):
-            yield from ((inside, alias.name) for alias in child.names)
-        else:
-            is_named = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            yield from _imports_by_function(child, f"{inside}.{child.name}".lstrip(".") if is_named else inside)
-
-
-def _by_function(name: str) -> list[tuple[str, str]]:
-    return list(_imports_by_function(ast.parse(FILES[name].read_text(encoding="utf-8"))))
-
-
 def test_runtime_and_simulation_draw_only_where_they_are_asked_to():
     drawing = {
         (name, inside)
@@ -108,22 +96,6 @@ def test_runtime_and_simulation_draw_only_where_they_are_asked_to():
         if _is_in(needed, DRAWING)
     }
     assert drawing == DRAWS_WHEN_ASKED
-
-
-def test_no_drawing_is_loaded_with_runtime_and_simulation():
-    """Nor by what they import in turn, unless a function does so that is called."""
-    waiting = [name for name in FILES if _is_in(name, *NO_DRAWING)]
-    loaded = dict.fromkeys(waiting, "")  # file -> what imports it
-    while waiting:
-        name = waiting.pop()
-        needed = {one for inside, one in _by_function(name) if not inside}
-        files = {one if one in FILES else one.rpartition(".")[0] for one in needed}
-        files |= {one.rpartition(".")[0] for one in files}  # the package of a file runs first
-        for one in (files & FILES.keys()) - loaded.keys() - {"fxpipe"}:  # fxpipe itself loads nothing until asked
-            assert not _is_in(one, DRAWING), f"{name} imports {one}; it is loaded for {loaded[name] or name}"
-            loaded[one] = name
-            waiting.append(one)
-    assert len(loaded) > 50
 
 
 # The compiler: from a model to a program. Of it the runtime may import, and why:

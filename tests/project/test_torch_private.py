@@ -23,16 +23,8 @@ WALL = ROOT / "_torch"
 FILES = sorted(ROOT.rglob("*.py"))
 # Private names of others: of Python, of numpy, of named tuples; and what a `Pipeline` has for `fxpipe` itself.
 NOT_TORCH = {
-    "_fxpipe",
-    "_fxpipe_model",
-    "_fxpipe_call",
-    "_fxpipe_class_of_model",
-    "_is_gil_enabled",
-    "_getframe",
-    "_replace",
-    "_fields",
-    "_inst",
-    "_rand",
+    *"_fxpipe _fxpipe_model _fxpipe_call _fxpipe_class_of_model".split(),
+    *"_is_gil_enabled _getframe _replace _fields _inst _rand".split(),
 }
 PRIVATE_TORCH = re.compile(r"\btorch(\.[a-zA-Z]\w*)*\._[a-z]\w*", re.IGNORECASE)
 

@@ -24,6 +24,9 @@ def _ragged(*lengths: int) -> Tensor:
 # -- values read in forward ------------------------------------------------------------------------------------------
 
 
+@own(CONTROL, lambda: call(vectors(6, 8), torch.ones(BATCH, 6, dtype=torch.bool)), "mask_of_all")
+@own(CONTROL, lambda: call(vectors(6, 8), _ragged(6, 3, 5, 6)), "mask_of_some")
+@own(CONTROL, lambda: call(vectors(6, 8), _ragged(6, 6, 3, 5)), "mask_of_one_half")
 class _Masked(Layered, layers=linears):
     """A mask that hides nothing is left out, as libraries do to get a faster kernel."""
 
@@ -34,21 +37,6 @@ class _Masked(Layered, layers=linears):
                 scores = scores.masked_fill(~mask[:, None], -1e4)
             x = x + scores.softmax(-1) @ x
         return x
-
-
-@own(CONTROL, lambda: call(vectors(6, 8), torch.ones(BATCH, 6, dtype=torch.bool)))
-class MaskOfAll(_Masked):
-    pass
-
-
-@own(CONTROL, lambda: call(vectors(6, 8), _ragged(6, 3, 5, 6)))
-class MaskOfSome(_Masked):
-    pass
-
-
-@own(CONTROL, lambda: call(vectors(6, 8), _ragged(6, 6, 3, 5)))
-class MaskOfOneHalf(_Masked):
-    """The first micro-batch alone would leave the mask out."""
 
 
 @own(CONTROL, lambda: call(vectors(6, 8), _ragged(5, 3, 5, 2)))

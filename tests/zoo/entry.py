@@ -41,12 +41,12 @@ def name_of(kind: type) -> str:
 
 
 def own(
-    entries: list[Entry], inputs: Callable[[], Call], **options: Any
+    entries: list[Entry], inputs: Callable[[], Call], name: str = "", **options: Any
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """A decorator that puts a model, made without arguments, among `entries`."""
+    """A decorator that puts a model, made without arguments, among `entries`; by default by the name of its class."""
 
     def add(kind: type[nn.Module]) -> type[nn.Module]:
-        entries.append(Entry(name_of(kind), "own", lambda: (kind(), inputs()), options))
+        entries.append(Entry(name or name_of(kind), "own", lambda: (kind(), inputs()), options))
         return kind
 
     return add

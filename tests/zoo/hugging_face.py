@@ -17,21 +17,10 @@ _BODY: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attenti
 _TEXT: dict[str, Any] = _BODY | {"vocab_size": TOKENS, "max_position_embeddings": 64}
 _CAUSAL: dict[str, Any] = _TEXT | {"use_cache": False, "pad_token_id": 0}
 _VISION: dict[str, Any] = _BODY | {"image_size": 32, "patch_size": 8}
-_SEQ2SEQ: dict[str, Any] = {
-    "vocab_size": TOKENS,
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
+_PART = {"layers": 2, "attention_heads": 2, "ffn_dim": 32}
+_PARTS: dict[str, Any] = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in _PART.items()}
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+_SEQ2SEQ = _PARTS | _SPECIAL | {"vocab_size": TOKENS, "d_model": 16, "use_cache": False}
 
 
 def _text() -> Call:
@@ -139,16 +128,8 @@ _add("rwkv", "RwkvConfig", "RwkvModel", _text, _MAMBA | {"attention_hidden_size"
 
 # -- encoder and decoder ---------------------------------------------------------------------------------------------
 
-_T5 = {
-    "vocab_size": TOKENS,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "use_cache": False,
-    "decoder_start_token_id": 0,
-}
+_T5_SIZES = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+_T5 = _T5_SIZES | {"vocab_size": TOKENS, "use_cache": False, "decoder_start_token_id": 0}
 _BART = _SEQ2SEQ | {"max_position_embeddings": 32}
 
 _add("t5", "T5Config", "T5ForConditionalGeneration", _pairs, _T5)
@@ -159,16 +140,9 @@ _add("bart_layerdrop", "BartConfig", "BartModel", _text, _BART | {"encoder_layer
 # -- sound -----------------------------------------------------------------------------------------------------------
 
 _WHISPER = _SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}
-_WAV2VEC2 = _BODY | {
-    "vocab_size": 20,
-    "conv_dim": (8, 8),
-    "conv_stride": (4, 2),
-    "conv_kernel": (8, 3),
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "layerdrop": 0.0,
-    "mask_time_prob": 0.0,
-}
+_CONVOLUTIONS = {"conv_dim": (8, 8), "conv_stride": (4, 2), "conv_kernel": (8, 3)}
+_POSITIONS = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+_WAV2VEC2 = _BODY | _CONVOLUTIONS | _POSITIONS | {"vocab_size": 20, "layerdrop": 0.0, "mask_time_prob": 0.0}
 
 
 def _spectra() -> Call:
@@ -185,33 +159,16 @@ _add("hubert", "HubertConfig", "HubertModel", _sounds, _WAV2VEC2)
 
 _BEIT = _VISION | {"drop_path_rate": 0.1, "use_relative_position_bias": True, "use_mask_token": False}
 _SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4}
-_MAE = _VISION | {
-    "decoder_hidden_size": 16,
-    "decoder_num_hidden_layers": 2,
-    "decoder_num_attention_heads": 2,
-    "decoder_intermediate_size": 32,
-}
-_DPT = _VISION | {
-    "num_hidden_layers": 4,
-    "backbone_out_indices": [0, 1, 2, 3],
-    "neck_hidden_sizes": [4, 4, 4, 4],
-    "fusion_hidden_size": 4,
-}
+_MAE = _VISION | {f"decoder_{name}": size for name, size in _BODY.items()} | {"decoder_num_hidden_layers": 2}
+_NECK = {"backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [4, 4, 4, 4], "fusion_hidden_size": 4}
+_DPT = _VISION | _NECK | {"num_hidden_layers": 4}
 _LEVELS: dict[str, Any] = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16]}
 _SEGFORMER = _LEVELS | {"num_attention_heads": [1, 1, 2, 2], "decoder_hidden_size": 16}
 _PVT = _LEVELS | {"image_size": 64, "num_attention_heads": [1, 1, 2, 2], "mlp_ratios": [2, 2, 2, 2]}
 _MOBILEVIT = {"image_size": 64, "hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [8] * 7, "num_attention_heads": 2}
-_MASK_FORMER = {
-    "hidden_dim": 32,
-    "feature_size": 32,
-    "mask_feature_size": 32,
-    "encoder_feedforward_dim": 32,
-    "dim_feedforward": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 2,
-    "num_attention_heads": 2,
-    "num_queries": 5,
-}
+_MASK_WIDTHS = ("hidden_dim", "feature_size", "mask_feature_size", "encoder_feedforward_dim", "dim_feedforward")
+_MASK_COUNTS = {"encoder_layers": 1, "decoder_layers": 2, "num_attention_heads": 2, "num_queries": 5}
+_MASK_FORMER = dict.fromkeys(_MASK_WIDTHS, 32) | _MASK_COUNTS
 
 
 def _mask2former() -> tuple[nn.Module, Call]:
@@ -229,9 +186,7 @@ def _detr() -> tuple[nn.Module, Call]:
     from transformers import DetrConfig, DetrModel, ResNetConfig
 
     backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"])
-    settings = {key: value for key, value in _SEQ2SEQ.items() if key.startswith(("encoder_", "decoder_", "d_model"))}
-    settings.pop("decoder_start_token_id")
-    config = DetrConfig(backbone_config=backbone, use_timm_backbone=False, num_queries=5, **settings)
+    config = DetrConfig(backbone_config=backbone, use_timm_backbone=False, num_queries=5, d_model=16, **_PARTS)
     return DetrModel(config), call(pixel_values=images(64))
 
 
@@ -257,17 +212,8 @@ HUGGING_FACE += [Entry("mask2former", "transformers", _mask2former), Entry("detr
 # -- several kinds of input, and series ------------------------------------------------------------------------------
 
 _CLIP = {"text_config": _TEXT | {"eos_token_id": 2}, "vision_config": _VISION, "projection_dim": 8}
-_PATCHTST = {
-    "num_input_channels": 2,
-    "context_length": 32,
-    "patch_length": 8,
-    "patch_stride": 8,
-    "d_model": 8,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "ffn_dim": 16,
-    "prediction_length": 4,
-}
+_SERIES = {"num_input_channels": 2, "context_length": 32, "patch_length": 8, "patch_stride": 8, "prediction_length": 4}
+_PATCHTST = _SERIES | {"d_model": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "ffn_dim": 16}
 
 
 class ClipEmbeddings(nn.Module):
