@@ -42,41 +42,9 @@ def by(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[
     return change
 
 
-@torch.no_grad()
 def clamp(model: Any, *_: Any) -> None:
     for p in model.parameters():
         p.clamp_(-0.01, 0.01)
-
-
-@torch.no_grad()
-def change_a_bias(model: Any, *_: Any) -> None:
-    model.second.bias.add_(1)
-
-
-@torch.no_grad()
-def change_a_frozen_weight(model: Any, *_: Any) -> None:
-    model.frozen.weight.mul_(2)
-
-
-def load(model: Any, *_: Any) -> None:
-    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
-
-
-def change_a_buffer(model: Any, *_: Any) -> None:
-    model.scale.mul_(3)
-
-
-def change_the_input(model: Any, x: torch.Tensor, *_: Any) -> None:
-    x.zero_()
-
-
-def change_the_mask(model: Any, x: torch.Tensor, mask: torch.Tensor, *_: Any) -> None:
-    mask.zero_()
-
-
-@torch.no_grad()
-def change_the_output(model: Any, x: Any, mask: Any, y: torch.Tensor) -> None:
-    y.mul_(2)
 
 
 def replace_data(model: Any, *_: Any) -> None:
@@ -84,35 +52,24 @@ def replace_data(model: Any, *_: Any) -> None:
         p.data = p.data * 2  # other memory: what forward used stays as it was
 
 
-def replace_parameters(model: Any, *_: Any) -> None:
-    model.second.bias = nn.Parameter(torch.ones(8))
-
-
-def change_running_statistics(model: Any, *_: Any) -> None:
-    model.norm.reset_running_stats()
-
-
-def freeze(model: Any, *_: Any) -> None:
-    model.second.weight.requires_grad_(False)
-
-
+# Each is given the model, its inputs and the output; no gradients are taken of it.
 CHANGES: dict[str, Any] = {
     "nothing": lambda *_: None,
     "SGD": by(lambda p: torch.optim.SGD(p, lr=0.1)),
     "Adam, one by one": by(lambda p: torch.optim.Adam(p, foreach=False)),
     "Adam, together": by(lambda p: torch.optim.Adam(p, foreach=True)),
     "weights are clamped": clamp,
-    "a bias": change_a_bias,
-    "a frozen weight": change_a_frozen_weight,
-    "load_state_dict": load,
-    "a buffer": change_a_buffer,
-    "the input": change_the_input,
-    "an input of a later stage": change_the_mask,
-    "the output": change_the_output,
+    "a bias": lambda model, *_: model.second.bias.add_(1),
+    "a frozen weight": lambda model, *_: model.frozen.weight.mul_(2),
+    "load_state_dict": lambda model, *_: model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()}),
+    "a buffer": lambda model, *_: model.scale.mul_(3),
+    "the input": lambda model, x, *_: x.zero_(),
+    "an input of a later stage": lambda model, x, mask, y: mask.zero_(),
+    "the output": lambda model, x, mask, y: y.mul_(2),
     "other data": replace_data,
-    "another parameter": replace_parameters,
-    "running statistics": change_running_statistics,
-    "requires_grad": freeze,
+    "another parameter": lambda model, *_: setattr(model.second, "bias", nn.Parameter(torch.ones(8))),
+    "running statistics": lambda model, *_: model.norm.reset_running_stats(),
+    "requires_grad": lambda model, *_: model.second.weight.requires_grad_(False),
 }
 
 
@@ -130,7 +87,8 @@ def gradients(model: Any, change: Callable[..., None], parts: int) -> dict[str, 
     named = dict(model.named_parameters())
     for p in named.values():
         p.grad = torch.ones_like(p) if p.requires_grad else None  # for optimizers
-    change(model, x, mask, y)
+    with torch.no_grad():
+        change(model, x, mask, y)
     for p in named.values():
         p.grad = None
     try:
@@ -148,13 +106,9 @@ def difference(have: dict[str, torch.Tensor | None], want: dict[str, torch.Tenso
     """The largest difference of two sets of gradients; infinite if there is none to compare with."""
     if isinstance(want, str):
         return float("inf")
-    zero = torch.zeros(())
-    return max(float((zero if g is None else g).sub(zero if h is None else h).abs().max()) for g, h in both(want, have))
-
-
-def both(one: dict[str, Any], other: dict[str, Any]) -> Any:
-    assert list(one) == list(other)
-    return zip(one.values(), other.values(), strict=True)
+    assert list(have) == list(want)
+    pairs = [(torch.zeros(()) if g is None else g for g in (have[name], want[name])) for name in want]
+    return max(float((g - h).abs().max()) for g, h in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +161,8 @@ def test_a_generator_and_a_discriminator(pipe, checkpoint):
 def test_the_message_has_name_and_remedy(pipe):
     set_options(pipe, checkpoint="always")
     loss = pipe(*inputs()).sum()
-    change_a_frozen_weight(pipe)
+    with torch.no_grad():
+        pipe.frozen.weight.mul_(2)
     with pytest.raises(fxpipe.errors.StateError, match=r"'frozen\.weight'.*written.*optimizer\.step\(\)"):
         loss.backward()
 
@@ -216,7 +171,8 @@ def test_a_loss_function_that_writes_to_the_model(pipe):
     """As one that clamps a critic's weights: the micro-batches before it have other values."""
 
     def loss_fn(y: torch.Tensor) -> torch.Tensor:
-        clamp(pipe)
+        with torch.no_grad():
+            clamp(pipe)
         return y.square().mean()
 
     for checkpoint in ("never", "always"):

@@ -173,59 +173,29 @@ EVEN, FEW, NONE = (2,) * 8, (1, 4, 2, 3, 4, 4, 1, 1), (2, 2, 2, 2, 2, 2, 0, 0)
 ONE, ONE_AND_NONE = (1, 0) * 4, (1, 0, 0, 1, 1, 0, 0, 0)
 
 
-def padding(*lengths):
-    def decorate(loss):
-        def of_tokens(y, t):
-            losses = F.cross_entropy(y.unsqueeze(-1).expand(*y.shape, LENGTH), t, reduction="none")
-            return loss(losses, t != -100)
+def padding(loss, *lengths):
+    """Steps whose samples have these lengths, with a loss of the tokens' losses and a mask of those that count."""
 
-        def way():
-            for some in lengths:
-                yield of_tokens, labels(some)
+    def of_tokens(y, t):
+        return loss(F.cross_entropy(y.unsqueeze(-1).expand(*y.shape, LENGTH), t, reduction="none"), t != -100)
 
-        return way
-
-    return decorate
+    return lambda: ((of_tokens, labels(some)) for some in lengths)
 
 
-@padding(EVEN, FEW)
-def nanmean(losses, mask):
-    return losses.where(mask, torch.nan).nanmean()
-
-
-@padding(EVEN, NONE)
-def nothing_times_zero(losses, mask):
-    return losses[mask].mean() if mask.any() else losses.sum() * 0
-
-
-@padding(EVEN, NONE)
 def constant_zero(losses, mask):
     return losses[mask].mean() if mask.any() else torch.zeros((), dtype=losses.dtype)
 
 
-@padding(EVEN, NONE)
-def zero_by_zero(losses, mask):
-    return (losses * mask).sum() / mask.sum()
-
-
-@padding(ONE, ONE_AND_NONE)
-def at_least_one(losses, mask):
-    return (losses * mask).sum() / mask.sum().clamp(min=1)
-
-
-@padding(EVEN, NONE, FEW)
-def pair(losses, mask):
-    return (losses * mask).sum(), mask.sum()
-
-
-@padding(EVEN, NONE)
-def with_epsilon(losses, mask):
-    return (losses * mask).sum() / (mask.sum() + 1e-8)
-
-
-@padding(EVEN, FEW, NONE)
-def mean_over_samples(losses, mask):
-    return (losses * mask).sum(1).mean()
+PADDED = {
+    "nanmean": padding(lambda losses, mask: losses.where(mask, torch.nan).nanmean(), EVEN, FEW),
+    "times zero": padding(lambda losses, mask: losses[mask].mean() if mask.any() else losses.sum() * 0, EVEN, NONE),
+    "constant zero": padding(constant_zero, EVEN, NONE),
+    "zero by zero": padding(lambda losses, mask: (losses * mask).sum() / mask.sum(), EVEN, NONE),
+    "at least one": padding(lambda losses, mask: (losses * mask).sum() / mask.sum().clamp(min=1), ONE, ONE_AND_NONE),
+    "pair": padding(lambda losses, mask: ((losses * mask).sum(), mask.sum()), EVEN, NONE, FEW),
+    "with epsilon": padding(lambda losses, mask: (losses * mask).sum() / (mask.sum() + 1e-8), EVEN, NONE),
+    "mean over samples": padding(lambda losses, mask: (losses * mask).sum(1).mean(), EVEN, FEW, NONE),
+}
 
 
 # -- micro-batches of other sizes ------------------------------------------------------------------------------------
@@ -256,11 +226,7 @@ WAYS = {
         term_that_comes_later, temperature, counter, ignored_class, class_weight, a_criterion_that_stays_right,
         name_that_is_never_assigned, last_batch_divided_by_two, last_batch_of_single_samples, last_batch_of_a_mean,
     )
-} | {
-    "nanmean": nanmean, "nothing times zero": nothing_times_zero, "constant zero": constant_zero,
-    "zero by zero": zero_by_zero, "at least one": at_least_one, "pair": pair, "with epsilon": with_epsilon,
-    "mean over samples": mean_over_samples,
-}  # fmt: skip
+} | PADDED  # fmt: skip
 RIGHT = {
     "a_criterion_that_stays_right", "name_that_is_never_assigned", "last_batch_of_a_mean", "pair", "mean over samples",
 }  # fmt: skip

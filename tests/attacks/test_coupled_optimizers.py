@@ -64,15 +64,23 @@ class ClippedInside(torch.optim.AdamW):
         return super().step(closure)
 
 
-class ClippedIfLarge(Step):
-    def change(self, pairs):
-        norm = norm_of([p.grad for _, p in pairs])
-        return [p.grad / norm if norm > 1e5 else p.grad for _, p in pairs]
+def stepping(change):
+    """A class whose update is what `change` makes of the gradients of all parameters."""
+
+    class Changed(Step):
+        def change(self, pairs):
+            return change(pairs, [p.grad for _, p in pairs])
+
+    return Changed
 
 
-class MeanOfGroup(Step):
-    def change(self, pairs):
-        return [p.grad - torch.stack([q.grad.mean() for h, q in pairs if h is group]).mean() for group, p in pairs]
+def clipped_if_large(pairs, gradients):
+    norm = norm_of(gradients)
+    return [g / norm if norm > 1e5 else g for g in gradients]
+
+
+def mean_of_group(pairs, gradients):
+    return [p.grad - torch.stack([q.grad.mean() for h, q in pairs if h is group]).mean() for group, p in pairs]
 
 
 class DistanceFromStart(Step):
@@ -93,16 +101,6 @@ class MovingNorm(Step):
         return [p.grad / (1 + factor) for _, p in pairs]
 
 
-class ByPlace(Step):
-    def change(self, pairs):
-        return [p.grad / (1 + k) for k, (_, p) in enumerate(pairs)]
-
-
-class Noisy(Step):
-    def change(self, pairs):
-        return [p.grad + 0.1 * torch.randn_like(p) for _, p in pairs]
-
-
 class QuasiNewton(Step):
     def step(self, closure=None):
         if closure is None:
@@ -114,12 +112,12 @@ WAYS = {
     "Lamb": (Lamb, {}),
     "Lamb without clipping": (Lamb, {"max_grad_norm": None}),
     "clipped inside": (ClippedInside, {"lr": 0.01}),
-    "clipped if large": (ClippedIfLarge, {}),
-    "mean of a group": (MeanOfGroup, {}),
+    "clipped if large": (stepping(clipped_if_large), {}),
+    "mean of a group": (stepping(mean_of_group), {}),
     "distance from the start": (DistanceFromStart, {}),
     "moving norm": (MovingNorm, {}),
-    "by place": (ByPlace, {}),
-    "noisy": (Noisy, {}),
+    "by place": (stepping(lambda pairs, gradients: [g / (1 + k) for k, g in enumerate(gradients)]), {}),
+    "noisy": (stepping(lambda pairs, gradients: [g + 0.1 * torch.randn_like(g) for g in gradients]), {}),
     "quasi-Newton": (QuasiNewton, {}),
     "LBFGS": (torch.optim.LBFGS, {}),
     "each by itself": (Step, {}),

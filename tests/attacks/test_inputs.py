@@ -48,8 +48,12 @@ def two(step):
     return values(step), values(step)
 
 
-def asks_is(module, x, y):
-    return module.first(x) if x is y else module.first(x) * 2 + y
+def by(asks):
+    """What `Asking` takes: another result where the inputs are not the same, as `asks` says."""
+    return lambda module, x, y: module.first(x) if asks(x, y) else module.first(x) * 2 + y
+
+
+asks_is = by(lambda x, y: x is y)
 
 
 def asks_a_set(module, x, y):
@@ -68,17 +72,10 @@ def skips_what_it_knows(module, x, y):
     return sum(known.values())
 
 
-def asks_for_memory(module, x, y):
-    return module.first(x) if x.data_ptr() == y.data_ptr() else module.first(x) * 2 + y
-
-
-def asks_for_storage(module, x, y):
-    same = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    return module.first(x) if same else module.first(x) * 2 + y
-
-
-def is_set_to(module, x, y):
-    return module.first(x) if x.is_set_to(y) else module.first(x) * 2 + y
+IN_MEMORY = {
+    "data_ptr": by(lambda x, y: x.data_ptr() == y.data_ptr()),
+    "storage": by(lambda x, y: x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()),
+}
 
 
 def writes(module, x, y):
@@ -86,15 +83,19 @@ def writes(module, x, y):
     return module.first(x) + y
 
 
-TWICE = [
-    asks_is, asks_a_set, asks_a_dict, skips_what_it_knows, asks_for_memory, asks_for_storage, is_set_to,
-]  # fmt: skip
+TWICE = {
+    "is": asks_is,
+    "set": asks_a_set,
+    "dict": asks_a_dict,
+    "cache": skips_what_it_knows,
+    "is_set_to": by(lambda x, y: x.is_set_to(y)),
+} | IN_MEMORY
 
 
 @pytest.mark.parametrize("inputs", [steps(twice, two), steps(two, twice)], ids=["same_first", "two_first"])
-@pytest.mark.parametrize("ask", TWICE)
-def test_the_same_tensor_twice(ask, inputs):
-    assert refusal_of(lambda: Asking(ask), inputs) == ""
+@pytest.mark.parametrize("name", TWICE)
+def test_the_same_tensor_twice(name, inputs):
+    assert refusal_of(lambda: Asking(TWICE[name]), inputs) == ""
 
 
 @pytest.mark.parametrize("inputs", [steps(twice, two), steps(two, twice)], ids=["same_first", "two_first"])
@@ -123,7 +124,7 @@ def views_of_one(step):
     return both[:4], both[4:]
 
 
-@pytest.mark.parametrize("ask", [asks_for_storage, asks_for_memory])
+@pytest.mark.parametrize("ask", IN_MEMORY.values(), ids=IN_MEMORY)
 def test_memory_that_inputs_share_is_refused_where_forward_asks_for_it(ask):
     assert "the memory of its inputs" in refusal_of(lambda: Asking(ask), steps(two, views_of_one))
 
@@ -146,74 +147,46 @@ def dense(step):
     return (values(step, 4, WIDTH, WIDTH),)
 
 
-def transposed(step):
-    return (values(step, 4, WIDTH, WIDTH).transpose(1, 2),)
+LAID_OUT = {
+    "transposed": lambda step: (dense(step)[0].transpose(1, 2),),
+    "with gaps": lambda step: (values(step, 4, WIDTH, 2 * WIDTH)[..., ::2],),
+    "expanded": lambda step: (values(step, 4, 1, WIDTH).expand(4, WIDTH, WIDTH),),
+    "behind others": lambda step: (values(step, 8, WIDTH, WIDTH)[4:],),
+}
+LAYOUTS = {  # numbers that depend on them
+    "is_contiguous": lambda x: 1 if x.is_contiguous() else 2,
+    "strides": lambda x: x.stride()[1],
+    "last stride": lambda x: x.stride(-1),
+    "dim_order": lambda x: 1 if x.dim_order() == (0, 1, 2) else 2,
+    "is_dense": lambda x: 1 if torch.ops.aten.is_non_overlapping_and_dense(x) else 2,
+    "of a view": lambda x: 1 if x.transpose(1, 2).is_contiguous() else 2,
+    "storage_offset": lambda x: 1 if x.storage_offset() == 0 else 2,
+    "bytes": lambda x: 1 if x.untyped_storage().nbytes() == x.nbytes else 2,
+}
 
 
-def with_gaps(step):
-    return (values(step, 4, WIDTH, 2 * WIDTH)[..., ::2],)
+def times(number):
+    return lambda module, x: module.first(x) * number(x)
 
 
-def expanded(step):
-    return (values(step, 4, 1, WIDTH).expand(4, WIDTH, WIDTH),)
-
-
-def behind_others(step):
-    return (values(step, 8, WIDTH, WIDTH)[4:],)
-
-
-def is_contiguous(module, x):
-    return module.first(x) * (1 if x.is_contiguous() else 2)
-
-
-def strides(module, x):
-    return module.first(x) * x.stride()[1]
-
-
-def last_stride(module, x):
-    return module.first(x) * x.stride(-1)
-
-
-def dim_order(module, x):
-    return module.first(x) * (1 if x.dim_order() == (0, 1, 2) else 2)
-
-
-def is_dense(module, x):
-    return module.first(x) * (1 if torch.ops.aten.is_non_overlapping_and_dense(x) else 2)
-
-
-def of_a_view(module, x):
-    return module.first(x) * (1 if x.transpose(1, 2).is_contiguous() else 2)
-
-
-def storage_offset(module, x):
-    return module.first(x) * (1 if x.storage_offset() == 0 else 2)
-
-
-def storage_bytes(module, x):
-    return module.first(x) * (1 if x.untyped_storage().nbytes() == x.nbytes else 2)
-
-
-LAYOUTS = [is_contiguous, strides, last_stride, dim_order, is_dense, of_a_view, storage_offset, storage_bytes]
-
-
-@pytest.mark.parametrize("other", [transposed, with_gaps, expanded, behind_others])
-@pytest.mark.parametrize("ask", LAYOUTS)
-def test_layouts_are_right_or_refused(ask, other):
-    for inputs in (steps(dense, other), steps(other, dense)):
-        refusal = refusal_of(lambda: Asking(ask), inputs)
+@pytest.mark.parametrize("other", LAID_OUT)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_are_right_or_refused(name, other):
+    for inputs in (steps(dense, LAID_OUT[other]), steps(LAID_OUT[other], dense)):
+        refusal = refusal_of(lambda: Asking(times(LAYOUTS[name])), inputs)
         assert not refusal or "test_inputs.py:" in refusal or "differs from the model's" in refusal
 
 
 @pytest.mark.parametrize("way", ["drop-in", "forward_backward", "train_stream"])
-@pytest.mark.parametrize("ask", [is_contiguous, of_a_view])
-def test_each_layout_has_its_graph(ask, way):
+@pytest.mark.parametrize("name", ["is_contiguous", "of a view"])
+def test_each_layout_has_its_graph(name, way):
     """Also in `channels_last`."""
 
     def last(step):
         return (values(step, 4, 3, 2, WIDTH).to(memory_format=torch.channels_last),)
 
-    assert refusal_of(lambda: Asking(ask), steps(lambda step: (values(step, 4, 3, 2, WIDTH),), last), way) == ""
+    inputs = steps(lambda step: (values(step, 4, 3, 2, WIDTH),), last)
+    assert refusal_of(lambda: Asking(times(LAYOUTS[name])), inputs, way) == ""
 
 
 def does_not_ask(module, x):
@@ -227,59 +200,54 @@ def makes_it_contiguous(module, x):
 @pytest.mark.parametrize("ask", [does_not_ask, makes_it_contiguous])
 @pytest.mark.parametrize("way", WAYS)
 def test_layouts_that_make_no_difference_are_right(ask, way):
-    inputs = steps(dense, transposed, with_gaps, behind_others)
+    inputs = steps(dense, *(LAID_OUT[name] for name in ("transposed", "with gaps", "behind others")))
     assert refusal_of(lambda: Asking(ask), inputs, way, steps=4) == ""
 
 
 # -- the state of autograd and flags ----------------------------------------------------------------------------------
 
 
-def leaf(step):
-    return (values(step).requires_grad_(),)
+def leaf(x):
+    return x[4:].clone().requires_grad_()
 
 
-def of_a_function(step):
-    return (values(step).requires_grad_() * 1,)
-
-
-def with_gradient(step):
-    x = values(step).requires_grad_()
+def with_gradient(x):
+    x = leaf(x)
     x.grad = torch.ones_like(x)
-    return (x,)
+    return x
 
 
-def conjugate(step):
-    return (torch.view_as_complex(values(step, 4, WIDTH, 2)).conj(),)
+def conjugate(x):
+    return torch.view_as_complex(x.view(-1, WIDTH, 2)).conj()
 
 
-def resolved(step):
-    return (conjugate(step)[0].resolve_conj(),)
-
-
-def view(step):
-    return (values(step, 8, WIDTH)[4:],)
-
-
-def whole(step):
-    return (view(step)[0].clone(),)
-
-
+KINDS = {  # made of 8 x WIDTH numbers
+    "whole": lambda x: x[4:].clone(),
+    "view": lambda x: x[4:],
+    "written": lambda x: x[4:].clone().add_(0),
+    "leaf": leaf,
+    "of a function": lambda x: leaf(x) * 1,
+    "with gradient": with_gradient,
+    "conjugate": conjugate,
+    "resolved": lambda x: conjugate(x).resolve_conj(),
+}
 QUESTIONS = {
-    "requires_grad": (lambda x: x.requires_grad, whole, leaf),
-    "is_leaf": (lambda x: x.is_leaf, leaf, of_a_function),
-    "grad_fn": (lambda x: x.grad_fn is None, leaf, of_a_function),
-    "grad": (lambda x: x.grad is None, leaf, with_gradient),
-    "base": (lambda x: x._base is None, whole, view),
-    "is_view": (lambda x: x._is_view(), whole, view),
-    "version": (lambda x: x._version == 0, whole, lambda step: (whole(step)[0].add_(0),)),
-    "is_conj": (lambda x: x.is_conj(), resolved, conjugate),
+    "requires_grad": (lambda x: x.requires_grad, "whole", "leaf"),
+    "is_leaf": (lambda x: x.is_leaf, "leaf", "of a function"),
+    "grad_fn": (lambda x: x.grad_fn is None, "leaf", "of a function"),
+    "grad": (lambda x: x.grad is None, "leaf", "with gradient"),
+    "base": (lambda x: x._base is None, "whole", "view"),
+    "is_view": (lambda x: x._is_view(), "whole", "view"),
+    "version": (lambda x: x._version == 0, "whole", "written"),
+    "is_conj": (lambda x: x.is_conj(), "resolved", "conjugate"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_questions_about_a_tensor_are_right_or_refused(name):
-    question, *kinds = QUESTIONS[name]
+    question, *names = QUESTIONS[name]
+    kinds = [lambda step, make=KINDS[kind]: (make(values(step, 8, WIDTH)),) for kind in names]
 
     def ask(module, x):
         return module.first(x.real if x.is_complex() else x) * (2 if question(x) else 1)

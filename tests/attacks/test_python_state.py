@@ -114,26 +114,23 @@ class Block(nn.Module):
 
 
 closed = over(1.0)
+PATCHES: list[pytest.MonkeyPatch] = []  # of the test that runs
 
 
 def _set(name: str, value: Any) -> Callable[[Block], None]:
     def change(block: Block) -> None:
         owner, _, last = name.rpartition(".")
-        setattr(eval(owner, globals(), {"block": block}), last, value)
+        PATCHES[-1].setattr(eval(owner, globals(), {"block": block}), last, value, raising=False)
 
     return change
 
 
 def _item(name: str, key: Any, value: Any) -> Callable[[Block], None]:
-    return lambda block: eval(name, globals(), {"block": block}).__setitem__(key, value)
+    return lambda block: PATCHES[-1].setitem(eval(name, globals(), {"block": block}), key, value)
 
 
 def _cell(block: Block) -> None:
     closed.__closure__[0].cell_contents = 3.0  # type: ignore[attr-defined]
-
-
-def _global(block: Block) -> None:
-    globals()["SCALE"] = 3.0
 
 
 # what forward does with h; what changes
@@ -157,7 +154,7 @@ WAYS: dict[str, tuple[Any, Callable[[Block], None]]] = {
     "a dict with attributes": (lambda b, h: h * b.attributes.scale, _item("block.attributes", "scale", 3.0)),
     "a namespace": (lambda b, h: h * NAMESPACE.scale, _set("NAMESPACE.scale", 3.0)),
     "a namespace in another": (lambda b, h: h * NAMESPACE.inner.scale, _set("NAMESPACE.inner.scale", 3.0)),
-    "a global": (lambda b, h: h * SCALE, _global),
+    "a global": (lambda b, h: h * SCALE, _item("globals()", "SCALE", 3.0)),
     "a global dict": (lambda b, h: h * TABLE["scale"][0], _item("TABLE['scale']", 0, 3.0)),
     "an attribute of a Python module": (lambda b, h: h * MODULE.scale, _set("MODULE.scale", 3.0)),
     "what forward imports": (imported, _set("MODULE.scale", 3.0)),
@@ -165,7 +162,7 @@ WAYS: dict[str, tuple[Any, Callable[[Block], None]]] = {
     "a default": (lambda b, h: with_default(h), _set("with_default.__defaults__", (3.0,))),
     "a keyword's default": (lambda b, h: with_default(h), _item("with_default.__kwdefaults__", "shift", 3.0)),
     "the code of a function": (lambda b, h: helper(h), _set("helper.__code__", (lambda h: h * 3).__code__)),
-    "a function": (lambda b, h: helper(h), lambda b: globals().__setitem__("helper", lambda h: h * 3)),
+    "a function": (lambda b, h: helper(h), _item("globals()", "helper", lambda h: h * 3)),
     "an attribute of a function": (lambda b, h: h * helper.scale, _set("helper.scale", 3.0)),
     "what a decorator reads": (decorated(lambda b, h: h * 2), _item("CALLED", "factor", 3.0)),
     "a patched function of torch": (lambda b, h: F.relu(h), _set("F.relu", lambda h: h * 3)),
@@ -201,26 +198,13 @@ WAYS: dict[str, tuple[Any, Callable[[Block], None]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _put_back() -> Iterator[None]:
-    relu = F.relu
-    values, classes = dict(globals()), {kind: dict(vars(kind)) for kind in (Block, Config)}
-    code, defaults, environment = helper.__code__, with_default.__defaults__, dict(os.environ)
+def _put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    PATCHES.append(monkeypatch)
     helper.scale = 1.0  # type: ignore[attr-defined]
     yield
-    F.relu = relu
-    globals().update(values)
-    for kind, members in classes.items():
-        for name, member in members.items():
-            if vars(kind)[name] is not member:
-                setattr(kind, name, member)
-    helper.__code__, with_default.__defaults__ = code, defaults
-    with_default.__kwdefaults__["shift"] = 0.0  # type: ignore[index]
+    PATCHES.clear()
     closed.__closure__[0].cell_contents = 1.0  # type: ignore[attr-defined]
-    TABLE["scale"], CALLED["factor"] = [1.0, 1.0], 1.0
-    NAMESPACE.scale = NAMESPACE.inner.scale = MODULE.scale = 1.0
     VARIABLE.set(1.0)
-    os.environ.clear()
-    os.environ.update(environment)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_flash_sdp(True)
@@ -305,16 +289,14 @@ def test_graphs_of_earlier_values_are_used_again(monkeypatch: pytest.MonkeyPatch
         assert not recorded
 
 
-def _ask(block: Block, h: torch.Tensor) -> torch.Tensor:
-    return h * (3 if torch.is_inference_mode_enabled() else 1)
-
-
-def _ask_tensor(block: Block, h: torch.Tensor) -> torch.Tensor:
-    return h * (3 if h.is_inference() else 1)
+ASKING = [
+    lambda block, h: h * (3 if torch.is_inference_mode_enabled() else 1),
+    lambda block, h: h * (3 if h.is_inference() else 1),
+]
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-@pytest.mark.parametrize("ask", [_ask, _ask_tensor])
+@pytest.mark.parametrize("ask", ASKING)
 def test_inference_mode_is_refused_where_forward_asks_for_it(ask: Any, is_first: bool) -> None:
     model, _ = _models(ask)
     x = torch.randn(4, 4)

@@ -22,38 +22,25 @@ def values(batch):
     return torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator)
 
 
-def fills_targets():
-    buffer = torch.empty(4, WIDTH)
-    for batch in range(BATCHES):
-        x, target = values(batch)
-        yield x, buffer.copy_(target)
+def filling(fill):
+    """Mini-batches for which `fill` takes a buffer, what it is to hold and the number, and returns what is given."""
+
+    def batches():
+        buffer = torch.empty(8, WIDTH)
+        for batch in range(BATCHES):
+            yield fill(buffer, *values(batch), batch)
+
+    return batches
 
 
-def fills_both_by_index():
+def both_by_index():
     inputs, targets = torch.empty(4, WIDTH), torch.empty(4, WIDTH)
     for batch in range(BATCHES):
         inputs[:], targets[:] = values(batch)
         yield inputs, targets
 
 
-def fills_views():
-    """Another view of the same memory each time."""
-    buffer = torch.empty(8, WIDTH)
-    for batch in range(BATCHES):
-        x, target = values(batch)
-        buffer[2:6] = x
-        yield buffer[2:6], target
-
-
-def fills_in_turn():
-    """Two buffers."""
-    buffers = torch.empty(2, 4, WIDTH).unbind()
-    for batch in range(BATCHES):
-        x, target = values(batch)
-        yield buffers[batch % 2].copy_(x), target
-
-
-def changes_in_place():
+def changed_in_place():
     """Adds noise to the tensor that was given before."""
     x, target = values(0)
     for _ in range(BATCHES):
@@ -61,42 +48,28 @@ def changes_in_place():
         x.add_(1)
 
 
-def fills_named_inputs():
-    buffer = torch.empty(4, WIDTH)
-    for batch in range(BATCHES):
-        x, target = values(batch)
-        buffer.copy_(x)
-        yield {"input": buffer}, target
+def under_no_grad(buffer, x, target, batch):
+    with torch.no_grad():
+        return (buffer[:4].zero_().add_(x),), {}, target
 
 
-def fills_targets_in_a_dict():
-    buffer = {"y": torch.empty(4, WIDTH)}
-    for batch in range(BATCHES):
-        x, target = values(batch)
-        buffer["y"].copy_(target)
-        yield x, buffer
-
-
-def fills_under_no_grad():
-    buffer = torch.empty(4, WIDTH)
-    for batch in range(BATCHES):
-        x, target = values(batch)
-        with torch.no_grad():
-            buffer.zero_().add_(x)
-        yield (buffer,), {}, target
-
-
-REFILLING = [
-    fills_targets, fills_both_by_index, fills_views, fills_in_turn, changes_in_place,
-    fills_named_inputs, fills_targets_in_a_dict, fills_under_no_grad,
-]  # fmt: skip
+REFILLING = {
+    "both by index": both_by_index,
+    "changed in place": changed_in_place,
+    "targets": filling(lambda buffer, x, target, batch: (x, buffer[:4].copy_(target))),
+    "views": filling(lambda buffer, x, target, batch: (buffer[2:6].copy_(x), target)),
+    "two in turn": filling(lambda buffer, x, target, batch: (buffer.chunk(2)[batch % 2].copy_(x), target)),
+    "named inputs": filling(lambda buffer, x, target, batch: ({"input": buffer[:4].copy_(x)}, target)),
+    "targets in a dict": filling(lambda buffer, x, target, batch: (x, {"y": buffer[:4].copy_(target)})),
+    "under no_grad": filling(under_no_grad),
+}
 
 
 def loss_fn(output, target):
     return F.mse_loss(output, target["y"] if isinstance(target, dict) else target)
 
 
-@pytest.mark.parametrize("batches", REFILLING)
+@pytest.mark.parametrize("batches", REFILLING.values(), ids=REFILLING)
 def test_micro_batches_that_are_filled_again_are_refused(batches):
     ours = model()
     with fxpipe.pipeline(ours, ["cpu", "cpu"], chunks=2) as pipe:
@@ -106,7 +79,7 @@ def test_micro_batches_that_are_filled_again_are_refused(batches):
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
-@pytest.mark.parametrize("batches", REFILLING)
+@pytest.mark.parametrize("batches", REFILLING.values(), ids=REFILLING)
 def test_streams_that_are_filled_again_are_refused(batches, schedule):
     with fxpipe.pipeline(model(), ["cpu", "cpu"], schedule=schedule) as pipe:
         optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
@@ -166,7 +139,7 @@ def test_streams_of_batches_that_stay_are_right(batches):
 
 
 @pytest.mark.parametrize("way", ["drop-in", "forward_backward"])
-@pytest.mark.parametrize("batches", REFILLING)
+@pytest.mark.parametrize("batches", REFILLING.values(), ids=REFILLING)
 def test_a_step_at_a_time_may_fill_them_again(batches, way):
     ours, plain = model(), model()
     with fxpipe.pipeline(ours, ["cpu", "cpu"], chunks=2) as pipe:

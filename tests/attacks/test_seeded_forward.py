@@ -63,22 +63,13 @@ def seed_in_a_buffer(module, h):
     return fork_and_seed(module, h, seed=int(module.number))
 
 
-def in_place(module, h):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torch.empty(WIDTH, WIDTH).uniform_()
+def forked(draw):
+    def seeded(module, h):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return draw(h)
 
-
-def a_number_that_is_read(module, h):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torch.eye(WIDTH) * torch.rand(()).item()
-
-
-def a_decision(module, h):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torch.eye(WIDTH) * (2 if torch.rand(()) < 0.5 else 3)
+    return seeded
 
 
 def state_is_put_back(module, h):
@@ -113,34 +104,30 @@ def fork_alone(module, h):
         return torch.rand(WIDTH, WIDTH)
 
 
-def dropout(module, h):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return F.dropout(torch.ones(WIDTH, WIDTH), 0.5)
-
-
-def for_each_sample(module, h):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torch.rand_like(h) @ torch.eye(WIDTH)
-
-
 def torch_seed(module, h):
     with torch.random.fork_rng():
         torch.seed()
         return torch.rand(WIDTH, WIDTH)
 
 
-SEEDED = [
-    fork_and_seed, seed_of_the_caller, seed_in_a_buffer, in_place,
-    a_number_that_is_read, a_decision, state_is_put_back, default_generator, never_put_back, seeded_after_the_draw,
-    fork_alone, dropout, for_each_sample, torch_seed,
-]  # fmt: skip
+SEEDED = {
+    "in place": forked(lambda h: torch.empty(WIDTH, WIDTH).uniform_()),
+    "a number that is read": forked(lambda h: torch.eye(WIDTH) * torch.rand(()).item()),
+    "a decision": forked(lambda h: torch.eye(WIDTH) * (2 if torch.rand(()) < 0.5 else 3)),
+    "dropout": forked(lambda h: F.dropout(torch.ones(WIDTH, WIDTH), 0.5)),
+    "for each sample": forked(lambda h: torch.rand_like(h) @ torch.eye(WIDTH)),
+} | {
+    draw.__name__: draw
+    for draw in (
+        fork_and_seed, seed_of_the_caller, seed_in_a_buffer, state_is_put_back, default_generator, never_put_back,
+        seeded_after_the_draw, fork_alone, torch_seed,
+    )
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("draw", SEEDED)
-def test_a_forward_that_seeds_is_refused_with_its_line(draw):
-    refusal = refusal_of(lambda: Between(Draws(draw, draw is for_each_sample)), inputs)
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_forward_that_seeds_is_refused_with_its_line(name):
+    refusal = refusal_of(lambda: Between(Draws(SEEDED[name], name == "for each sample")), inputs)
     assert REFUSED in refusal
     assert "test_seeded_forward.py:" in refusal
 
@@ -157,19 +144,14 @@ def test_a_model_without_values_is_refused_too():
         fxpipe.plan(model, 2, example_args=(torch.empty(4, WIDTH, device="meta"),), chunks=2)
 
 
-def own_generator(module, h):
-    return torch.rand(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3))
+OWN_GENERATORS = {
+    "seeded": lambda module, h: torch.rand(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3)),
+    "fresh": lambda module, h: torch.randn(WIDTH, WIDTH, generator=torch.Generator()),
+    "of the module": lambda module, h: torch.empty(WIDTH, WIDTH).normal_(generator=module.generator.manual_seed(3)),
+}
 
 
-def fresh_generator(module, h):
-    return torch.randn(WIDTH, WIDTH, generator=torch.Generator())
-
-
-def generator_of_the_module(module, h):
-    return torch.empty(WIDTH, WIDTH).normal_(generator=module.generator.manual_seed(3))
-
-
-@pytest.mark.parametrize("draw", [own_generator, fresh_generator, generator_of_the_module])
+@pytest.mark.parametrize("draw", OWN_GENERATORS.values(), ids=OWN_GENERATORS)
 def test_a_generator_of_its_own_is_refused_with_its_line(draw):
     refusal = refusal_of(lambda: Between(Draws(draw)), inputs)
     assert "random generator of its own at " in refusal
@@ -223,4 +205,4 @@ def test_a_module_kept_whole_may_not_leave_another_seed():
 
 
 def test_a_module_kept_whole_may_not_seed_for_each_sample():
-    assert refusal_of(lambda: Between(Draws(for_each_sample, add=True)), inputs, leaf_modules=[Draws]) != ""
+    assert refusal_of(lambda: Between(Draws(SEEDED["for each sample"], add=True)), inputs, leaf_modules=[Draws]) != ""

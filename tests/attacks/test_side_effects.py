@@ -51,10 +51,6 @@ class Block(nn.Module):
         return h
 
 
-def _append(block: Block, h: torch.Tensor) -> None:
-    LOG.append(h.detach())
-
-
 def _put(block: Block, h: torch.Tensor) -> None:
     VALUES["mean"] = h.mean()
 
@@ -128,9 +124,12 @@ def appending() -> Callable[[Block, torch.Tensor], None]:
 
 
 EFFECTS = [
-    _append, _put, _update, _set_global, _set_global_tensor, _set_namespace, _add_to_set,
-    _count_on_object, _count_by_method, _append_on_object, _count_on_global_object, _count_on_class,
-    _count_on_function, counter(), appending(),
+    lambda block, h: LOG.append(h.detach()),
+    lambda block, h: COUNTS.update(["calls"]),
+    lambda block, h: SEEN.add(len(SEEN)),
+    lambda block, h: block.statistics.rows.append(h),
+    _put, _set_global, _set_global_tensor, _set_namespace, _count_on_object, _count_by_method,
+    _count_on_global_object, _count_on_class, _count_on_function, counter(), appending(),
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """A pipe over processes on GPUs: by NCCL where each rank has its own, by memory of the CPU where they share one."""
 
+import contextlib
 import functools
 import multiprocessing
 
@@ -34,14 +35,30 @@ def fail(out, target):
     raise ValueError("boom")
 
 
-def train_on_gpu(mesh):
-    x = torch.linspace(-1, 1, 64).reshape(8, 8)
-    with fxpipe.pipeline(make_model(), mesh, 4, example_args=(x,), balance=["1"], **QUICK) as pipe:
+def train(pipe, x, is_replica=False):
+    """Losses and gradients of steps before and after one that fails; those of replicas accumulate once."""
+    with pipe:
         losses = [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(3)]
         with pytest.raises((ValueError, DistributedError), match="boom"):
             pipe.forward_backward(x, target=x, loss_fn=fail)
-        losses += [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
-        return losses, {name: p.grad.cpu() / 5 for name, p in pipe.named_parameters()}, pipe.last_step.transport
+        with pipe.no_sync() if is_replica else contextlib.nullcontext():
+            losses.append(pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item())
+        losses.append(pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item())
+        record = pipe.last_step.reduction if is_replica else pipe.last_step.transport
+        return losses, {name: p.grad.cpu() / 5 for name, p in pipe.named_parameters()}, record
+
+
+def train_on_gpu(mesh):
+    x = torch.linspace(-1, 1, 64).reshape(8, 8)
+    return train(fxpipe.pipeline(make_model(), mesh, 4, example_args=(x,), balance=["1"], **QUICK), x)
+
+
+def train_replica_on_gpu(mesh):
+    """Each rank is a replica."""
+    mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("data", "pipe"))
+    x = torch.linspace(-1, 1, 64).reshape(8, 8).chunk(2)[mesh["data"].get_local_rank()]
+    options = QUICK | {"data_parallel": mesh["data"], "example_args": (x,)}
+    return train(fxpipe.pipeline(make_model(), mesh["pipe"], 2, **options), x, is_replica=True)
 
 
 def check_training(ranks, transport, train=train_on_gpu):
@@ -54,21 +71,6 @@ def check_training(ranks, transport, train=train_on_gpu):
         assert losses[0] == pytest.approx(loss.item(), rel=1e-5)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
-
-
-def train_replica_on_gpu(mesh):
-    """Each rank is a replica."""
-    mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("data", "pipe"))
-    x = torch.linspace(-1, 1, 64).reshape(8, 8).chunk(2)[mesh["data"].get_local_rank()]
-    options = QUICK | {"data_parallel": mesh["data"], "example_args": (x,)}
-    with fxpipe.pipeline(make_model(), mesh["pipe"], 2, **options) as pipe:
-        losses = [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(3)]
-        with pytest.raises((ValueError, DistributedError), match="boom"):
-            pipe.forward_backward(x, target=x, loss_fn=fail)
-        with pipe.no_sync():
-            losses.append(pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item())
-        losses.append(pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item())
-        return losses, {name: p.grad.cpu() / 5 for name, p in pipe.named_parameters()}, pipe.last_step.reduction
 
 
 @pytest.mark.cuda

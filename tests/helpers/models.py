@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.layered import Layered
+
 
 class UNet(nn.Module):
     """Skips over the whole depth."""
@@ -121,13 +123,8 @@ class TwoBranch(nn.Module):
         return self.join(torch.cat([a * scale, b], -1))
 
 
-class DictOut(nn.Module):
+class DictOut(Layered, encode=(6, 8), decode=(8, 6), classify=(8, 3), average=lambda: torch.zeros(8)):
     """Nested input, several outputs, a buffer of its own that forward sets anew."""
-
-    def __init__(self, width: int = 8):
-        super().__init__()
-        self.encode, self.decode, self.classify = nn.Linear(6, width), nn.Linear(width, 6), nn.Linear(width, 3)
-        self.register_buffer("average", torch.zeros(width))
 
     def forward(self, batch):
         hidden = torch.relu(self.encode(batch["x"]))

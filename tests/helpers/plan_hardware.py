@@ -9,6 +9,7 @@ from torch import nn
 import fxpipe
 from fxpipe.cluster import Link
 from fxpipe.hardware import Hardware
+from helpers.layered import Layered
 from helpers.plan_models import BATCH, CHUNKS
 
 
@@ -30,13 +31,10 @@ def without_host(plan: fxpipe.Plan) -> fxpipe.Plan:
     return replace(plan, stages=tuple(replace(stage, host=None) for stage in plan.stages))
 
 
-class Causal(nn.Module):
+class Causal(
+    Layered, embed=lambda: nn.Embedding(11, 8), layers=lambda: nn.ModuleList(nn.Linear(8, 24) for _ in range(6))
+):
     """A causal mask as large as the input is long, used in every layer."""
-
-    def __init__(self, width: int = 8, layers: int = 6):
-        super().__init__()
-        self.embed = nn.Embedding(11, width)
-        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)

@@ -9,17 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state, draw_seed, train_step
 
 BATCH, CHUNKS = 8, 4
 
 
-class Deep(nn.Module):
+class Deep(Layered, layers=lambda: nn.ModuleList(nn.Linear(8, 8) for _ in range(6))):
     """Equal layers that keep much more than they send."""
-
-    def __init__(self, width: int = 8, layers: int = 6):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

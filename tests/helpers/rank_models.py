@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.layered import Layered
+
 
 class Mixed(nn.Module):
     """A tied weight, a skip over several stages, ints, flags and floats without gradient, batch norm, dropout."""
@@ -31,12 +33,8 @@ class Mixed(nn.Module):
         return self.head(x)
 
 
-class Dense(nn.Module):
+class Dense(Layered, blocks=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(4))):
     """Each block reads the input and what all blocks before it have made: every skip that there can be."""
-
-    def __init__(self, blocks: int = 4):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
 
     def forward(self, x):
         values = [x]

@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,16 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def run_blocks(codes: Iterable[Any]) -> None:
+    """Runs code in one namespace, cleared as at the end of a script: classes hold its names, and so its pipes."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for code in codes:
+            exec(code, namespace)
+    finally:
+        namespace.clear()
+
+
 PAGES_WITH_CODE = [page for page in PAGES if page.name not in OVER_RANKS and any(map(runs_here, python_of(page)))]
 
 
@@ -71,13 +81,7 @@ PAGES_WITH_CODE = [page for page in PAGES if page.name not in OVER_RANKS and any
 def test_code_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    try:
-        for block in python_of(page):
-            if runs_here(block):
-                exec(block.compiled(), namespace)
-    finally:
-        namespace.clear()  # as at the end of a script: classes of a page hold its names, and so its pipes
+    run_blocks(block.compiled() for block in python_of(page) if runs_here(block))
 
 
 @pytest.mark.slow
@@ -89,19 +93,12 @@ def test_code_with_a_trainer_runs(extra, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     blocks = [block for page in PAGES for block in python_of(page) if block.title == extra]
     assert blocks
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    try:
-        for block in blocks:
-            exec(block.compiled(), namespace)
-    finally:
-        namespace.clear()
+    run_blocks(block.compiled() for block in blocks)
 
 
 def run_on_rank(mesh, folder, blocks):
     os.chdir(folder)
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for code, name, line in blocks:
-        exec(compile("\n" * line + code, name, "exec"), namespace)
+    run_blocks(compile("\n" * line + code, name, "exec") for code, name, line in blocks)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name in OVER_RANKS], ids=name_of)

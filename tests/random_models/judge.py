@@ -15,7 +15,7 @@ have changed nothing; its graph may have been planned, which leaves what only a 
 import copy
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from helpers.devices import workers
 from helpers.oracle import Seeded, draw_seed
 from helpers.paths import module_at
 from torch import Tensor, nn
-from zoo.reference import as_one_node, flat, same_by_name, same_outputs
+from zoo.reference import flat, same_by_name, same_outputs
 
 import fxpipe
 from fxpipe.errors import FxpipeError, InternalError
@@ -190,7 +190,7 @@ class _Parts:
                 self.module.WEIGHTS.clear()
                 with (
                     _SeededRest(mix_seed(seed, i)) as mode,
-                    as_one_node(self.model, python.whole, mode),
+                    _as_one_node(self.model, python.whole, mode),
                     mode.rest_of(self.model, python.rest),
                 ):
                     outputs.append(self.model(**part))
@@ -282,6 +282,26 @@ class _SeededRest(Seeded):
                 hook.remove()
 
 
+@contextmanager
+def _as_one_node(model: nn.Module, paths: Sequence[str], mode: Seeded) -> Iterator[None]:
+    modules = [model.get_submodule(path) for path in paths]
+
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with mode.one():
+                return forward(*args, **kwargs)
+
+        return call
+
+    for module in modules:
+        module.forward = wrapped(module.forward)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
 def _built(case: Case, module: ModuleType) -> nn.Module:
     torch.manual_seed(case.seed)
     model = module.M()
@@ -289,18 +309,12 @@ def _built(case: Case, module: ModuleType) -> nn.Module:
     return model
 
 
-class _mode:
+@contextmanager
+def _mode(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Training or evaluation, with gradients or without, for a block."""
-
-    def __init__(self, model: nn.Module, batch: Batch):
-        self.block = torch.set_grad_enabled(batch.mode in ("call", "step"))
-        model.train(batch.mode != "eval")
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        self.block.__exit__(None, None, None)
+    model.train(batch.mode != "eval")
+    with torch.set_grad_enabled(batch.mode in ("call", "step")):
+        yield
 
 
 def _is_cut(name: str, value: Tensor) -> bool:
@@ -345,28 +359,22 @@ def _gathered(outputs: list[Any], weights: list[list[Any]]) -> Any:
     }
 
 
-class _deferred:
+@contextmanager
+def _deferred(model: nn.Module, is_on: bool) -> Iterator[None]:
     """Batch norm's running statistics are those of the mini-batch after a block."""
-
-    def __init__(self, model: nn.Module, is_on: bool):
-        self.norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)] if is_on else []
-        self.before = {m: copy.deepcopy(m) for m in self.norms}
-        self.seen: dict[nn.Module, list[Tensor]] = {m: [] for m in self.norms}
-
-    def __enter__(self) -> None:
-        self.hooks = [
-            m.register_forward_pre_hook(lambda m, args: self.seen[m].append(args[0].detach().clone()))
-            for m in self.norms
-        ]
-
-    def __exit__(self, *exception: object) -> None:
-        for hook in self.hooks:
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)] if is_on else []
+    before, seen = {m: copy.deepcopy(m) for m in norms}, {m: [] for m in norms}
+    hooks = [m.register_forward_pre_hook(lambda m, args: seen[m].append(args[0].detach().clone())) for m in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
             hook.remove()
-        for m, before in self.before.items():
-            with torch.no_grad():
-                before(torch.cat(self.seen[m]))
-            for name, buffer in before.named_buffers():
-                m._buffers[name] = buffer  # in new memory: backward may need what is in the old
+    for m, alone in before.items():
+        with torch.no_grad():
+            alone(torch.cat(seen[m]))
+        for name, buffer in alone.named_buffers():
+            m._buffers[name] = buffer  # in new memory: backward may need what is in the old
 
 
 # -- state -----------------------------------------------------------------------------------------------------------

@@ -6,14 +6,12 @@ may differ by 1e-4 of the largest in its tensor; in a tensor that is small besid
 that is zero but for rounding), by 1e-6 of the largest of all.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from helpers.oracle import Seeded
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -56,26 +54,6 @@ class Comparison:
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def as_one_node(model: nn.Module, paths: Sequence[str], mode: Seeded) -> Iterator[None]:
-    modules = [model.get_submodule(path) for path in paths]
-
-    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with mode.one():
-                return forward(*args, **kwargs)
-
-        return call
-
-    for module in modules:
-        module.forward = wrapped(module.forward)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
 
 
 def direct_step(model: nn.Module, run: Callable[..., Any], inputs: Call) -> Step:
