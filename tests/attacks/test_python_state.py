@@ -155,7 +155,7 @@ WAYS: dict[str, tuple[Any, Callable[[Block], None]]] = {
     "a namespace": (lambda b, h: h * NAMESPACE.scale, _set("NAMESPACE.scale", 3.0)),
     "a namespace in another": (lambda b, h: h * NAMESPACE.inner.scale, _set("NAMESPACE.inner.scale", 3.0)),
     "a global": (lambda b, h: h * SCALE, _item("globals()", "SCALE", 3.0)),
-    "a global dict": (lambda b, h: h * TABLE["scale"][0], _item("TABLE['scale']", 0, 3.0)),
+    "a global dict": (lambda b, h: h * TABLE["scale"][0], lambda b: TABLE["scale"].__setitem__(0, 3.0)),
     "an attribute of a Python module": (lambda b, h: h * MODULE.scale, _set("MODULE.scale", 3.0)),
     "what forward imports": (imported, _set("MODULE.scale", 3.0)),
     "a closure": (closed, _cell),
@@ -203,6 +203,7 @@ def _put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     helper.scale = 1.0  # type: ignore[attr-defined]
     yield
     PATCHES.clear()
+    TABLE["scale"] = [1.0, 1.0]
     closed.__closure__[0].cell_contents = 1.0  # type: ignore[attr-defined]
     VARIABLE.set(1.0)
     torch.set_default_dtype(torch.float32)
