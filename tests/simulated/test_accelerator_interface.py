@@ -5,7 +5,7 @@ import torch
 
 from fxpipe._torch.thread_state import ThreadState, autocast_devices
 from fxpipe.errors import ArgumentError
-from fxpipe.hardware import local_link, local_memory
+from fxpipe.hardware import _measure_link, local_link, local_memory
 from fxpipe.planning.options.parse import parse_devices
 from fxpipe.utils import accelerator
 
@@ -57,6 +57,7 @@ def test_figures_of_memory(two):
 
 
 def test_the_way_to_a_device_is_measured_through_pinned_memory(two, monkeypatch):
+    _measure_link.cache_clear()  # other tests may have measured it
     pinned = []
     own = accelerator.copy_to
     monkeypatch.setattr("fxpipe.hardware._LARGE_COPY", 1 << 16)
