@@ -4,15 +4,17 @@ import copy
 import math
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.compared_steps import assert_trains
 from helpers.layered import Layered
 from helpers.models import GPT, UNet
-from helpers.oracle import accumulate_gradients, assert_same_gradients, assert_same_state
+from helpers.oracle import accumulate_gradients, assert_same_gradients
 from torch import nn
 
 import fxpipe
@@ -27,12 +29,11 @@ pytestmark = [
 ]
 
 
-class Normed(nn.Module):
+class Normed(Layered, one=(6, 8), norm=lambda: nn.BatchNorm1d(8), two=8):
     """Buffers that change, a parameter that is used as a view, and one that is frozen."""
 
     def __init__(self):
         super().__init__()
-        self.one, self.norm, self.two = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
         self.two.bias.requires_grad_(False)
 
     def forward(self, x):
@@ -64,62 +65,38 @@ def _nothing_compiled():
 )
 def test_compiled_stages_make_the_steps_of_plain_ones(name, schedule, checkpoint):
     make, inputs = CASES[name]
-    plain, args = make(), inputs()
-    ours = copy.deepcopy(plain)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, ours)]
-    how = {"chunks": 3, "example_args": args, "schedule": schedule, "checkpoint": checkpoint}
-    with (
-        fxpipe.pipeline(plain, ["cpu", "cpu"], **how) as eager,
-        fxpipe.pipeline(ours, ["cpu", "cpu"], compile={"backend": "aot_eager"}, **how) as compiled,
-    ):
-        for _ in range(3):
-            losses = [pipe.forward_backward(*args, loss_fn=square) for pipe in (eager, compiled)]
-            torch.testing.assert_close(losses[1], losses[0])
-            assert_same_gradients(ours, plain, loose=[n for n, _ in plain.named_parameters()])
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_same_state(ours, plain, exact=False)
+    options = {"schedule": schedule, "checkpoint": checkpoint, "compile": {"backend": "aot_eager"}}
+    assert_trains(make(), [inputs()] * 3, 3, lr=0.1, **options)
+
+
+class Compilations(list[Any]):
+    """A backend that runs what it is given as it is, and notes the thread."""
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Any:
+        self.append(threading.current_thread().name)
+        return graph.forward
 
 
 def test_the_drop_in_and_evaluation_are_compiled_too():
-    plain, args = Normed(), (torch.randn(BATCH, 6),)
-    ours, found = copy.deepcopy(plain), []
-
-    def backend(graph, example_inputs):
-        found.append(graph)
-        return graph.forward
-
-    with (
-        fxpipe.pipeline(plain, ["cpu", "cpu"], 3, example_args=args) as eager,
-        fxpipe.pipeline(ours, ["cpu", "cpu"], 3, example_args=args, compile={"backend": backend}) as compiled,
-    ):
-        for pipe in (eager, compiled):
-            square(pipe(*args)).backward()
-        assert_same_gradients(ours, plain, loose=[n for n, _ in plain.named_parameters()])
-        assert found
-        of_training = len(found)
-        for pipe in (eager, compiled):
-            pipe.eval()
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(*args), eager(*args))
-        assert len(found) > of_training
-    assert_same_state(ours, plain, exact=False)
+    counts = []
+    for evaluates in (False, True):
+        compilations = Compilations()
+        assert_trains(Normed(), [torch.randn(BATCH, 6)], 3, evaluates=evaluates, compile={"backend": compilations})
+        counts.append(len(compilations))
+    assert 0 < counts[0] < counts[1]
 
 
 def test_a_stage_is_compiled_in_its_worker_and_again_for_uneven_micro_batches_only():
-    found = []
-
-    def backend(graph, example_inputs):
-        found.append(threading.current_thread().name)
-        return graph.forward
-
-    model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)), torch.randn(BATCH, 6)
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(x,), compile={"backend": backend}) as pipe:
+    model, x, threads = (
+        nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)),
+        torch.randn(BATCH, 6),
+        Compilations(),
+    )
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(x,), compile={"backend": threads}) as pipe:
         for batch in (BATCH, BATCH - 1, BATCH, BATCH + 4):
             pipe.forward_backward(torch.randn(batch, 6), loss_fn=square)
     # The first micro-batch's part of an input starts where the input does; torch tells that apart.
-    assert {name: found.count(name) for name in found} == {"fxpipe-0-cpu": 3, "fxpipe-1-cpu": 2}
+    assert Counter(threads) == {"fxpipe-0-cpu": 3, "fxpipe-1-cpu": 2}
 
 
 class Dropping(Layered, one=(6, 8), two=8):
@@ -133,25 +110,20 @@ class Dropping(Layered, one=(6, 8), two=8):
 
 def test_dropout_is_compiled_in_one_piece_and_draws_the_same():
     plain, args = Dropping(), (torch.randn(BATCH - 1, 6),)
-    ours, found = copy.deepcopy(plain), []
-
-    def backend(graph, example_inputs):
-        found.append(threading.current_thread().name)
-        return graph.forward
-
+    ours = copy.deepcopy(plain)
     for checkpoint in ("never", "always"):
         how = {"chunks": 3, "example_args": args, "checkpoint": checkpoint}
-        found.clear()
+        threads = Compilations()
         with (
             fxpipe.pipeline(plain, ["cpu", "cpu"], **how) as eager,
-            fxpipe.pipeline(ours, ["cpu", "cpu"], compile={"backend": backend, "fullgraph": True}, **how) as compiled,
+            fxpipe.pipeline(ours, ["cpu", "cpu"], compile={"backend": threads, "fullgraph": True}, **how) as compiled,
         ):
             for seed in (1, 2):
                 for pipe in (eager, compiled):
                     torch.manual_seed(seed)
                     pipe.forward_backward(*args, loss_fn=square)
                 assert_same_gradients(ours, plain)
-        assert sorted(set(found)) == ["fxpipe-0-cpu", "fxpipe-1-cpu"]
+        assert sorted(set(threads)) == ["fxpipe-0-cpu", "fxpipe-1-cpu"]
 
 
 def test_deferred_batch_norm_in_modules_kept_whole():
@@ -198,39 +170,6 @@ def test_what_cannot_be_compiled_so_is_refused(given, error, words):
         fxpipe.pipeline(nn.Linear(2, 2), ["cpu", "cpu"], 2, compile=given)
 
 
-def test_a_stage_whose_forward_goes_on_as_python_is_that_of_the_plain_model():
-    class Bank(nn.Module):
-        """Writes to one row after the other."""
-
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 8)
-            self.register_buffer("rows", torch.ones(3, 8))
-            self.register_buffer("place", torch.zeros((), dtype=torch.long))
-
-        def forward(self, x):
-            h = self.encoder(x)
-            place = int(self.place)
-            self.rows[place] = h.detach().mean(0)
-            self.place.fill_((place + 1) % 3)
-            return self.head(h) @ self.rows.t().clone()
-
-    plain = Bank()
-    pipe = fxpipe.pipeline(
-        copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(torch.randn(4, 6),), compile={"backend": "eager"}
-    )
-    with pipe:
-        for _ in range(2):
-            x = torch.randn(4, 6)
-            want = torch.cat([plain(part) for part in x.split(2)])
-            have = pipe(x)
-            torch.testing.assert_close(have, want)
-            have.square().mean().backward()
-            want.square().mean().backward()
-        assert_same_state(pipe, plain, exact=False)
-        assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
-
-
 D = 8
 LENGTHS = (7, 12, 5, 16, 9, 33, 8)
 
@@ -252,15 +191,7 @@ class Attention(nn.Module):
         return self.last(torch.relu(self.second(F.dropout(h, self.dropout))))
 
 
-class Compilations(list[Any]):
-    """A backend that runs what it is given as it is, and counts."""
-
-    def __call__(self, graph: Any, example_inputs: Any) -> Any:
-        self.append(graph)
-        return graph.forward
-
-
-def train(pipe: Any, plain: nn.Module, lengths: Sequence[int], compilations: Compilations | None = None) -> list[int]:
+def train(pipe: Any, plain: nn.Module, lengths: Sequence[int], compilations: Compilations) -> list[int]:
     """Steps of these lengths are those of the plain model. Returns how much was compiled after each."""
     counts = []
     for length in lengths:
@@ -272,7 +203,7 @@ def train(pipe: Any, plain: nn.Module, lengths: Sequence[int], compilations: Com
         want.backward()
         torch.testing.assert_close(have, want.detach())
         assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
-        counts.append(len(compilations or ()))
+        counts.append(len(compilations))
     return counts
 
 
@@ -311,17 +242,8 @@ def test_dynamic_shapes_compile_once_for_all_sizes() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_backward_is_compiled_for_any_size(schedule: str) -> None:
-    model = Attention()
-    plain = copy.deepcopy(model)
-    with fxpipe.pipeline(
-        model,
-        ["cpu", "cpu"],
-        chunks=2,
-        example_args=(torch.randn(4, 7, D),),
-        compile={"backend": "aot_eager"},
-        schedule=schedule,
-    ) as pipe:
-        train(pipe, plain, LENGTHS[:4])
+    batches = [torch.randn(4, length, D) for length in LENGTHS[:4]]
+    assert_trains(Attention(), batches, compile={"backend": "aot_eager"}, schedule=schedule)
 
 
 def test_random_numbers_are_those_of_stages_that_are_not_compiled() -> None:
@@ -359,8 +281,5 @@ def test_micro_batches_of_their_own_lengths_run_compiled() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs calls g++, which is not there")
 def test_the_compiler_of_torch_itself_takes_any_size() -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
-    plain = copy.deepcopy(model)
-    with fxpipe.pipeline(
-        model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 7, D),), schedule="zero_bubble", compile=True
-    ) as pipe:
-        train(pipe, plain, (9, 12, 5))
+    batches = [torch.randn(4, length, D) for length in (7, 9, 12, 5)]
+    assert_trains(model, batches, schedule="zero_bubble", compile=True)

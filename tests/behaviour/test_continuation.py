@@ -90,14 +90,15 @@ class Checked(nn.Module):
         return h * (1 + float(self.calls))
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_memory_bank_of_the_model_itself_moves_on(checkpoint: str) -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"compile": {"backend": "eager"}}])
+def test_a_memory_bank_of_the_model_itself_moves_on(options: dict[str, Any]) -> None:
     def check(pipe: Any) -> None:
         assert "forward of the model behind its call of 'encoder' is kept whole" in pipe.plan.why[0]
         assert whole_names(pipe) == ["forward of the model behind its call of 'encoder'"]
         assert all(stage.parameter_bytes for stage in pipe.plan.stages)
 
-    assert_trains(Bank(), [samples() for _ in range(6)], check=check, checkpoint=checkpoint)
+    assert_trains(Bank(), [samples() for _ in range(6)], check=check, **options)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
