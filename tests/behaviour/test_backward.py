@@ -32,12 +32,11 @@ class Straight(torch.autograd.Function):
         return gradient @ weight.t(), None
 
 
-class Frozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+def square_weight():
+    return nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
 
+
+class Frozen(Layered, first=(8, WIDTH), last=(WIDTH, 4), weight=square_weight):
     def forward(self, x):
         return self.last(Straight.apply(self.first(x), self.weight).tanh())
 
@@ -47,16 +46,16 @@ class Tied(Layered, first=(8, WIDTH), square=WIDTH, last=(WIDTH, 4)):
         return self.last(self.square(self.square(self.first(x)).tanh()))
 
 
-class Bag(nn.Module):
-    def __init__(self, sparse):
-        super().__init__()
-        self.table, self.last = nn.Embedding(20_000, 16, sparse=sparse), nn.Linear(16, 4)
-
+class Bag(Layered, last=(16, 4)):
     def forward(self, x):
         return self.last(self.table((x * 1000).long().abs()).mean(1))
 
 
-MODELS = {"no gradient": Frozen, "tied": Tied, "sparse": lambda: Bag(True), "dense table": lambda: Bag(False)}
+BAGS = {
+    "sparse": lambda: Bag(table=nn.Embedding(20_000, 16, sparse=True)),
+    "dense table": lambda: Bag(table=nn.Embedding(20_000, 16)),
+}
+MODELS = {"no gradient": Frozen, "tied": Tied, **BAGS}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
@@ -91,11 +90,7 @@ def on_the_node_before(y: torch.Tensor) -> None:
 HOOKS = [on_its_node, before_its_node, on_the_node_before]
 
 
-class Hooking(nn.Module):
-    def __init__(self, hook: Callable[[torch.Tensor], None]):
-        super().__init__()
-        self.layer, self.hook = nn.Linear(4, 4), hook
-
+class Hooking(Layered, layer=4):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
         if y.requires_grad:
@@ -106,7 +101,7 @@ class Hooking(nn.Module):
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_module_that_hooks_nodes_is_kept_whole_and_its_hooks_are_called(hook: Callable[..., None]) -> None:
     """Gradients came out without what the hook does to them."""
-    plain = nn.Sequential(nn.Linear(4, 4), Hooking(hook), nn.Linear(4, 4))
+    plain = nn.Sequential(nn.Linear(4, 4), Hooking(hook=hook), nn.Linear(4, 4))
     x, t = torch.randn(6, 4), torch.randn(6, 4)
     with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
         pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
@@ -119,4 +114,4 @@ def test_a_module_that_hooks_nodes_is_kept_whole_and_its_hooks_are_called(hook: 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_model_that_hooks_nodes_itself_is_refused(hook: Callable[..., None], tracer: Any) -> None:
     with pytest.raises(TraceError, match=r"looks at a node of autograd \(grad_fn\) at .*test_backward.py:\d+; do so"):
-        fxpipe.trace(Hooking(hook), (torch.randn(4, 4),), tracer=tracer)
+        fxpipe.trace(Hooking(hook=hook), (torch.randn(4, 4),), tracer=tracer)

@@ -5,8 +5,6 @@ or is a single sample. The oracle is the plain model on the whole batch.
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -79,30 +77,17 @@ class Lengths(Layered, a=4):
         return {"mean": y.sum(1) / lengths[:, None], "mask": mask, "length": x.shape[1]}
 
 
-@dataclass(frozen=True)
-class Case:
-    make: Callable[[], nn.Module]
-    inputs: Callable[[int], tuple[Any, ...]]
-    found: tuple[tuple[int | None, ...], tuple[int | None, ...]]  # in_dims, out_dims
-    in_dims: Any = None  # given
-
-
-CASES = {
-    "attention": Case(
-        Attention,
-        lambda b: (torch.randn(b, 4, 4), torch.tril(torch.ones(4, 4)).bool(), torch.arange(4)),
-        ((0, None, None), (0, None)),
-    ),
-    "images": Case(Images, lambda b: (torch.randn(b, 4, 4, 4),), ((0,), (0,))),
-    "flattened rows": Case(Rows, lambda b: (torch.randn(b, 4, 6), torch.randn(4, 6)), ((0, None), (0, 0))),
-    "time first": Case(
-        TimeFirst, lambda b: (torch.randn(4, b, 4), torch.randn(b, 4)), ((1, 0), (1, 0)), in_dims=(1, 0)
-    ),
-    "pairs": Case(Pairs, lambda b: (torch.randn(b, 4), torch.randn(4, 4)), ((0, None), (0, 0)), in_dims=(0, None)),
-    "lengths": Case(
-        Lengths,
+MASK = torch.tril(torch.ones(4, 4)).bool()
+CASES: dict[type[nn.Module], Any] = {  # inputs for a number of samples, in_dims and out_dims, whether in_dims are given
+    Attention: (lambda b: (torch.randn(b, 4, 4), MASK, torch.arange(4)), ((0, None, None), (0, None)), False),
+    Images: (lambda b: (torch.randn(b, 4, 4, 4),), ((0,), (0,)), False),
+    Rows: (lambda b: (torch.randn(b, 4, 6), torch.randn(4, 6)), ((0, None), (0, 0)), False),
+    TimeFirst: (lambda b: (torch.randn(4, b, 4), torch.randn(b, 4)), ((1, 0), (1, 0)), True),
+    Pairs: (lambda b: (torch.randn(b, 4), torch.randn(4, 4)), ((0, None), (0, 0)), True),
+    Lengths: (
         lambda b: (torch.randn(b, 4, 4), torch.randint(1, 5, (b,)), torch.tensor(2.0)),
         ((0, 0, None), (0, 0, None)),
+        False,
     ),
 }
 
@@ -113,14 +98,15 @@ def sum_of_squares(output: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("example", [4, 1])
-@pytest.mark.parametrize("name", CASES)
-def test_pipeline_of_one_example_is_the_model_at_every_size(name, example):
-    case = CASES[name]
-    model = case.make()
+@pytest.mark.parametrize("kind", CASES)
+def test_pipeline_of_one_example_is_the_model_at_every_size(kind, example):
+    model = kind()
+    make_inputs, dims, are_given = CASES[kind]
+    in_dims = dims[0] if are_given else None
     plain = copy.deepcopy(model)
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=case.inputs(example), in_dims=case.in_dims) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=make_inputs(example), in_dims=in_dims) as pipe:
         for samples in SIZES:
-            inputs = case.inputs(samples)
+            inputs = make_inputs(samples)
             ours, want = pipe(*inputs), plain(*inputs)
             torch.testing.assert_close(ours, want)
             sum_of_squares(ours).backward()
@@ -131,24 +117,20 @@ def test_pipeline_of_one_example_is_the_model_at_every_size(name, example):
             plain.zero_grad()
         assert len(pipe._fxpipe.graphs) == 1  # one trace answers for all of them
         traced = pipe._fxpipe.graphs[0][0].traced
-        assert (traced.in_dims, traced.out_dims) == case.found
+        assert (traced.in_dims, traced.out_dims) == dims
 
 
 def test_single_row_beside_a_single_sample_is_another_graph_for_more_samples():
     """positions: [1, T] may be the batch of the example with one sample; of that with four it is not."""
     model = Attention().eval()
-    mask, positions = torch.tril(torch.ones(4, 4)).bool(), torch.arange(4)[None]
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(1, 4, 4), mask, positions)) as pipe:
+    positions = torch.arange(4)[None]
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(1, 4, 4), MASK, positions)) as pipe:
         for samples in SIZES:
             x = torch.randn(samples, 4, 4)
-            torch.testing.assert_close(pipe(x, mask, positions), model(x, mask, positions))
+            torch.testing.assert_close(pipe(x, MASK, positions), model(x, MASK, positions))
 
 
-class Squeezes(nn.Module):
-    def __init__(self, squeeze, out=4):
-        super().__init__()
-        self.a, self.b, self.squeeze = nn.Linear(4, 4), nn.Linear(4, out), squeeze
-
+class Squeezes(Layered, a=4, b=4):
     def forward(self, x):
         return self.squeeze(self.b(self.a(x)))
 
@@ -165,7 +147,7 @@ class Squeezes(nn.Module):
     ids=["all", "head", "first", "both"],
 )
 def test_squeeze_leaves_micro_batches_of_one_sample_their_batch(shape, out, squeeze, example, tracer):
-    model = Squeezes(squeeze, out)
+    model = Squeezes(squeeze=squeeze, b=nn.Linear(4, out))
     plain = copy.deepcopy(model)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(torch.randn(example, *shape),), tracer=tracer) as pipe:
         for samples in SIZES:
@@ -179,7 +161,7 @@ def test_squeeze_leaves_micro_batches_of_one_sample_their_batch(shape, out, sque
 
 
 def test_squeeze_in_place_that_would_take_the_batch_is_refused():
-    model = Squeezes(lambda y: y.squeeze_().sigmoid())
+    model = Squeezes(squeeze=lambda y: y.squeeze_().sigmoid())
     with pytest.raises(TraceError, match=r"has 1 dimensions with 1 samples .*name the dimensions"):
         fxpipe.trace(model, (torch.randn(4, 1, 4),), chunks=4)
 

@@ -3,22 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError
 
+OPEN = nn.Parameter(torch.ones(()))
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(3))
 
 
-class Between(nn.Module):
+class Between(Layered, before=8, after=8, norm=lambda: nn.LayerNorm(8), gate=lambda: nn.Parameter(torch.zeros(()))):
     """A function between two maps, behind a gate that is closed at first."""
-
-    def __init__(self, function, gate=0.0):
-        super().__init__()
-        self.before, self.after, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
-        self.gate = nn.Parameter(torch.tensor(gate))
-        self.function = function
 
     def forward(self, x):
         h = torch.tanh(self.before(x))
@@ -59,7 +55,7 @@ MIXING = {
 
 @pytest.mark.parametrize("name", MIXING)
 def test_neither_a_closed_gate_nor_a_write_to_a_part_hides_anything(name):
-    model = Between(MIXING[name])
+    model = Between(function=MIXING[name])
     if name not in ("softmax", "attention"):
         model.norm = nn.Identity()  # it may take out again what not all elements have
     with pytest.raises(ArgumentError, match=r"samples act on each other at .*test_batch_mixing.py:\d+.*put together"):
@@ -87,7 +83,7 @@ RIGHT = {"written to in part": written_in_part, "scaled and back": rescaled, "a 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_taken_out_again_is_no_mixing(name):
-    assert fxpipe.trace(Between(RIGHT[name], 1.0), (X,), chunks=2).out_dims == (0,)
+    assert fxpipe.trace(Between(function=RIGHT[name], gate=OPEN), (X,), chunks=2).out_dims == (0,)
 
 
 HIDDEN = {  # right for all values, which nothing tells
@@ -100,7 +96,7 @@ HIDDEN = {  # right for all values, which nothing tells
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_cannot_be_told_is_refused(name):
     with pytest.raises(ArgumentError, match="samples act on each other at"):
-        fxpipe.trace(Between(HIDDEN[name], 1.0), (X,), chunks=2)
+        fxpipe.trace(Between(function=HIDDEN[name], gate=OPEN), (X,), chunks=2)
 
 
 class Own(torch.autograd.Function):
@@ -117,13 +113,8 @@ class Own(torch.autograd.Function):
         return y * (gradient - (gradient * y).sum(-1, keepdim=True))
 
 
-class Padded(nn.Module):
+class Padded(Layered, before=8, after=8):
     """Of a batch that is padding only, all values are alike."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.function = function
 
     def forward(self, x, ids):
         return self.after(self.function(self.before(x) * (ids > 0)[..., None]))
@@ -134,7 +125,7 @@ PADDING = torch.zeros(6, 5, dtype=torch.long)
 
 @pytest.mark.parametrize("batch", [1, 2, 6])
 def test_values_that_hide_what_an_unknown_function_does_with_a_mean_are_replaced(batch):
-    model = Padded(lambda h: Own.apply(h - h.mean(0)))
+    model = Padded(function=lambda h: Own.apply(h - h.mean(0)))
     with pytest.raises(
         ArgumentError, match=r"samples act on each other at .*test_batch_mixing.py:\d+ \(mean goes over"
     ):
@@ -161,7 +152,7 @@ def test_two_samples_of_several_values_are_told_apart():
         return Own.apply(first.tanh() - first.mean(0))
 
     with pytest.raises(ArgumentError, match="samples act on each other"):
-        fxpipe.trace(Padded(function), (X, PADDING))
+        fxpipe.trace(Padded(function=function), (X, PADDING))
 
 
 def sorted_by_first(h):
@@ -175,4 +166,4 @@ def sorted_by_first(h):
     "function", [lambda h: Own.apply(h - h.mean((0, 2), keepdim=True)), sorted_by_first], ids=["softmax", "sorted"]
 )
 def test_an_unknown_function_may_take_a_mean_out_again(function):
-    assert fxpipe.trace(Padded(function), (X, PADDING), chunks=2).out_dims == (0,)
+    assert fxpipe.trace(Padded(function=function), (X, PADDING), chunks=2).out_dims == (0,)

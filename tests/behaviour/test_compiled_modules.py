@@ -6,17 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
 
 
-class Deciding(nn.Module):
+class Deciding(Layered):
     """What it reads only a stage knows, so that it is kept whole."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.inner(x)
@@ -40,11 +37,15 @@ def block() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.0))
 
 
+def line() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
 MODELS = {
-    "inside": lambda wrap: nn.Sequential(wrap(block()), nn.ReLU(), wrap(nn.Linear(4, 4))),
-    "the model itself": lambda wrap: wrap(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))),
-    "in one that is kept whole": lambda wrap: nn.Sequential(Deciding(wrap(nn.Linear(4, 4))), wrap(nn.Linear(4, 4))),
-    "one that is kept whole": lambda wrap: nn.Sequential(wrap(Deciding(nn.Linear(4, 4))), nn.Linear(4, 4)),
+    "inside": lambda wrap: nn.Sequential(wrap(block()), nn.ReLU(), wrap(line())),
+    "the model itself": lambda wrap: wrap(nn.Sequential(line(), nn.ReLU(), line())),
+    "in one that is kept whole": lambda wrap: nn.Sequential(Deciding(inner=wrap(line())), wrap(line())),
+    "one that is kept whole": lambda wrap: nn.Sequential(wrap(Deciding(inner=line())), line()),
 }
 
 

@@ -69,15 +69,14 @@ class Clamped(Layered, first=8, second=8, third=8):
         return self.third(h) + F.linear(h, self.second.weight) + x
 
 
-class Checked(nn.Module):
+class Checked(
+    Layered,
+    norm=lambda: nn.LayerNorm(8),
+    blocks=lambda: nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4)),
+    calls=lambda: torch.zeros((), dtype=torch.long),
+    limit=lambda: torch.full((), 3.0),
+):
     """Looks at hidden values between its blocks, and counts in a buffer behind them."""
-
-    def __init__(self, blocks: int = 4) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(blocks))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.register_buffer("limit", torch.full((), 3.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h, clamped = x, 0
@@ -99,11 +98,6 @@ def test_a_memory_bank_of_the_model_itself_moves_on(options: dict[str, Any]) -> 
         assert all(stage.parameter_bytes for stage in pipe.plan.stages)
 
     assert_trains(Bank(), [samples() for _ in range(6)], check=check, **options)
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_branch_on_hidden_values_goes_either_way(checkpoint: str) -> None:
-    assert_trains(Clamped(), calm_and_wild(), checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "zero_bubble"}])
@@ -178,35 +172,40 @@ def test_calls_that_depend_on_values_are_an_error_of_the_step() -> None:
         pipe(samples(0.1)).sum().backward()
 
 
-def test_what_was_called_before_may_be_called_again() -> None:
-    class Twice(Bank):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.encoder(x)
-            if h.abs().max() > 3:
-                h = h * 0.5
-            return self.head(self.encoder(h))
+class Twice(Bank):
+    """Calls again what was called before."""
 
-    assert_trains(Twice(), calm_and_wild())
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.encoder(x)
+        if h.abs().max() > 3:
+            h = h * 0.5
+        return self.head(self.encoder(h))
 
 
-def test_results_of_any_structure_are_handed_on() -> None:
-    class Pair(Layered, lin=8):
-        def forward(self, x: torch.Tensor, *, scale: float) -> dict[str, Any]:
-            return {"h": self.lin(x) * scale, "more": (x, None, "text")}
+class Pair(Layered, lin=8):
+    def forward(self, x: torch.Tensor, *, scale: float) -> dict[str, Any]:
+        return {"h": self.lin(x) * scale, "more": (x, None, "text")}
 
-    class Structured(Layered, pair=Pair, last=Pair):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found = self.pair(x, scale=2.0)
-            h, (again, nothing, text) = found["h"], found["more"]
-            assert nothing is None
-            assert text == "text"
-            if h.sum() > 0:
-                h = -h
-            with torch.no_grad():
-                teacher = self.last(again, scale=1.0)["h"]
-            return self.last(h, scale=3.0)["h"] + teacher
 
-    assert_trains(Structured(), calm_and_wild())
+class Structured(Layered, pair=Pair, last=Pair):
+    """Hands on results of any structure."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.pair(x, scale=2.0)
+        h, (again, nothing, text) = found["h"], found["more"]
+        assert (nothing, text) == (None, "text")
+        if h.sum() > 0:
+            h = -h
+        with torch.no_grad():
+            teacher = self.last(again, scale=1.0)["h"]
+        return self.last(h, scale=3.0)["h"] + teacher
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpoint"), [(Clamped, "never"), (Clamped, "always"), (Twice, "never"), (Structured, "never")]
+)
+def test_a_branch_on_hidden_values_goes_either_way(kind: Any, checkpoint: str) -> None:
+    assert_trains(kind(), calm_and_wild(), checkpoint=checkpoint)
 
 
 def test_a_large_module_that_reads_is_recorded_up_to_there() -> None:
@@ -294,10 +293,6 @@ class Experts(
 ):
     """How many rows a small module is given depends on values, and `ids` is used late or not at all."""
 
-    def __init__(self, uses_ids: bool):
-        super().__init__()
-        self.uses_ids = uses_ids
-
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         rows = self.first(x).flatten(0, 1)
         scores, chosen = self.router(rows).softmax(-1).max(-1)
@@ -314,7 +309,7 @@ class Experts(
 def test_sizes_chosen_by_value_do_not_fix_the_batch_of_the_inputs_behind_them(seed: int, uses_ids: bool) -> None:
     torch.manual_seed(seed)
     batches = [(torch.randn(n, 4, 4), torch.randint(0, 3, (n, 4))) for n in (8, 8, 5)]
-    assert_trains(Experts(uses_ids), batches)
+    assert_trains(Experts(uses_ids=uses_ids), batches)
 
 
 class Scaled(Layered, layer=4, last=4):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from helpers.compared_steps import assert_trains
 from helpers.devices import on_cpu, workers
 from helpers.layered import Layered
+from helpers.models import WithLoss, ids_and_labels
 from helpers.oracle import assert_same_gradients
 from torch import nn
 from torch.export import Dim
@@ -36,11 +37,6 @@ class Model(
     cache=lambda: torch.randn(4, D),
 ):
     """What a function does with sizes, between two layers."""
-
-    def __init__(self, function: Function) -> None:
-        torch.manual_seed(0)
-        super().__init__()
-        self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.function(self, self.first(x)))
@@ -202,7 +198,7 @@ def batches_of(lengths: Sequence[int], samples: int = 4) -> list[torch.Tensor]:
 
 
 def graphs_of(function: Function, lengths: Sequence[int] = LENGTHS, **options: Any) -> int:
-    return assert_trains(Model(function), batches_of(lengths), evaluates=True, **options)
+    return assert_trains(Model(function=function), batches_of(lengths), evaluates=True, **options)
 
 
 @pytest.mark.parametrize("name", marked(ANY_SIZE))
@@ -279,12 +275,12 @@ def test_a_condition_holds_where_python_says_so() -> None:
 
 
 def test_a_float_that_comes_to_a_plain_number_for_one_batch_is_a_number_there() -> None:
-    traced = fxpipe.trace(Model(FLOATS["size / 2"]), (torch.randn(4, 7, D),))
+    traced = fxpipe.trace(Model(function=FLOATS["size / 2"]), (torch.randn(4, 7, D),))
     assert [node.args[1] for node in traced.nodes if "div" in node.name] == [3.5]
 
 
 def test_a_mean_by_the_number_of_samples_as_a_float_is_that_of_the_mini_batch() -> None:
-    model = Model(lambda m, h: h.sum((1, 2)).sum() / float(len(h)))
+    model = Model(function=lambda m, h: h.sum((1, 2)).sum() / float(len(h)))
     model.last = nn.Identity()
     plain = copy.deepcopy(model)
     with fxpipe.pipeline(model, ["cpu"], 2, example_args=(torch.randn(4, 5, D),), progress=False) as pipe:
@@ -343,7 +339,7 @@ def test_two_dimensions_that_are_equal_by_chance_are_two() -> None:
 def test_sizes_and_the_number_of_samples_change_together() -> None:
     torch.manual_seed(1)
     batches = [torch.randn(n, length, D) for n, length in ((4, 7), (6, 12), (2, 5), (4, 16), (7, 9), (3, 4))]
-    assert assert_trains(Model(causal_mask), batches) == 2
+    assert assert_trains(Model(function=causal_mask), batches) == 2
 
 
 def pipe_of(model: Any, *example: torch.Tensor, **options: Any) -> Any:
@@ -357,7 +353,7 @@ def assert_outputs(pipe: Any, plain: nn.Module, *inputs: torch.Tensor) -> None:
 @pytest.mark.anywhere
 def test_a_condition_on_samples_and_size_is_that_of_the_mini_batch() -> None:
     """As in the plain model, also where the micro-batches alone would go another way."""
-    model = Model(lambda m, h: h * 2 if h.shape[0] * h.shape[1] > 30 else h)
+    model = Model(function=lambda m, h: h * 2 if h.shape[0] * h.shape[1] > 30 else h)
     plain = copy.deepcopy(model)
     with pipe_of(model, torch.randn(4, 40, D)) as pipe:
         for length in (50, 45, 33, 20, 10, 6, 9):
@@ -403,7 +399,7 @@ def test_an_input_without_samples_may_be_of_each_length(shapes: Any, graphs: int
 
 def test_formulas_that_take_torch_too_long_leave_a_graph_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxpipe.tracing.shapes.symbolic_run.PATIENCE", 0.0)
-    with pipe_of(Model(ANY_SIZE["plainly"])) as pipe:
+    with pipe_of(Model(function=ANY_SIZE["plainly"])) as pipe:
         for length in (6, 8, 6):
             pipe(torch.randn(4, length, D))
         assert len(pipe._fxpipe.graphs) == 3
@@ -423,7 +419,7 @@ def bucket(m: Any, h: torch.Tensor) -> torch.Tensor:
 )
 def test_many_graphs_for_sizes_are_warned_of_once(function: Function, step: int, message: str) -> None:
     lengths = iter(range(2, 50, step))
-    with pipe_of(Model(function), torch.randn(4, next(lengths), D)) as pipe:
+    with pipe_of(Model(function=function), torch.randn(4, next(lengths), D)) as pipe:
         for _ in range(9 - step):  # those of the second size hold also for the first one, if it is a condition
             pipe(torch.randn(4, next(lengths), D))
         with pytest.warns(UserWarning, match=message):
@@ -433,27 +429,14 @@ def test_many_graphs_for_sizes_are_warned_of_once(function: Function, step: int,
             assert any("dimension 1 of x" in why and "plain number" in why for why in pipe.plan.why)
 
 
-class WithLoss(Layered, embedding=lambda: nn.Embedding(20, D), layer=D, head=(D, 20)):
-    """Takes its loss by itself: a mean over the tokens that count."""
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.head(torch.relu(self.layer(self.embedding(ids))))
-        loss = F.cross_entropy(logits[:, :-1].reshape(-1, 20), labels[:, 1:].reshape(-1), ignore_index=-100)
-        return {"loss": loss, "logits": logits}
-
-
 @pytest.mark.anywhere
 def test_a_loss_in_the_model_is_that_of_the_mini_batch_at_every_size() -> None:
     model = WithLoss()
     plain = copy.deepcopy(model)
 
-    def inputs(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.randint(0, 20, (4, length))
-        return ids, ids.masked_fill(torch.rand(4, length) < 0.3, -100)
-
-    with pipe_of(model, *inputs(7)) as pipe:
+    with pipe_of(model, *ids_and_labels(4, 7)) as pipe:
         for length in (7, 12, 5, 16, 9):
-            batch = inputs(length)
+            batch = ids_and_labels(4, length)
             want, have = plain(*batch), on_cpu(pipe(*batch))
             torch.testing.assert_close(have, want)
             for one, output in ((plain, want), (pipe, have)):
@@ -483,7 +466,7 @@ def test_a_size_that_is_said_to_be_dynamic_takes_one_graph(dynamic_shapes: Any) 
 
 
 def test_a_size_beyond_those_allowed_is_refused() -> None:
-    model = Model(ANY_SIZE["plainly"])
+    model = Model(function=ANY_SIZE["plainly"])
     shapes = {"x": {0: Dim("batch", min=2, max=8), 1: Dim("length", min=4, max=20)}}
     with pipe_of(model, dynamic_shapes=shapes) as pipe:
         for samples, length in ((8, 7), (3, 5), (2, 9), (4, 20)):
@@ -499,7 +482,7 @@ def test_a_size_beyond_those_allowed_is_refused() -> None:
 
 
 def test_a_static_dimension_has_a_graph_for_each_size() -> None:
-    model = Model(ANY_SIZE["plainly"])
+    model = Model(function=ANY_SIZE["plainly"])
     with pipe_of(model, dynamic_shapes={"x": {1: Dim.STATIC}}) as pipe:
         for length in (7, 9, 12, 9):
             assert_outputs(pipe, model, torch.randn(4, length, D))
@@ -524,12 +507,12 @@ def test_a_static_dimension_has_a_graph_for_each_size() -> None:
 )
 def test_what_cannot_be_dynamic_is_refused(dynamic_shapes: Any, options: Any, message: str) -> None:
     with pytest.raises(FxpipeError, match=message):
-        pipe_of(Model(ANY_SIZE["plainly"]), torch.randn(7, 7, D), dynamic_shapes=dynamic_shapes, **options)
+        pipe_of(Model(function=ANY_SIZE["plainly"]), torch.randn(7, 7, D), dynamic_shapes=dynamic_shapes, **options)
 
 
 def test_a_loop_over_a_size_that_is_said_to_be_dynamic_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"dimension 1 of x, which cannot vary: .*plain number"):
-        pipe_of(Model(loop_over_positions), dynamic_shapes=LENGTH)
+        pipe_of(Model(function=loop_over_positions), dynamic_shapes=LENGTH)
 
 
 class Skipping(Layered, first=D, second=D, third=D, last=D, norm=lambda: nn.BatchNorm1d(D)):

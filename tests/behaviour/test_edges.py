@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.devices import on_cpu, workers
 from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, closing
@@ -62,13 +61,12 @@ def _fresh(x: torch.Tensor) -> torch.Tensor:
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(4, 6, dtype=torch.complex64))
-        self.b = nn.Linear(6, 6, dtype=torch.complex64)
-        self.scale = nn.Parameter(torch.randn(6))
-
+class Complex(
+    Layered,
+    a=lambda: nn.Parameter(torch.randn(4, 6, dtype=torch.complex64)),
+    b=lambda: nn.Linear(6, 6, dtype=torch.complex64),
+    scale=lambda: nn.Parameter(torch.randn(6)),
+):
     def forward(self, x):
         z = self.b(torch.fft.fft(x @ self.a))
         return torch.polar(z.abs() * self.scale.abs(), z.angle()) + z.conj()
@@ -86,13 +84,13 @@ def test_dtypes(dtype):
     assert_both_ways(model, torch.randn(7, 6, dtype=dtype), **close)
 
 
-class Mixed(nn.Module):
+class Mixed(
+    Layered,
+    table=lambda: nn.Embedding(9, 6),
+    low=lambda: nn.Linear(6, 6).bfloat16(),
+    high=lambda: nn.Linear(6, 4).double(),
+):
     """Parameters of several dtypes, and integers on the way."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.low = nn.Embedding(9, 6), nn.Linear(6, 6).bfloat16()
-        self.high = nn.Linear(6, 4).double()
 
     def forward(self, ids, x):
         h = self.low((self.table(ids) + x).bfloat16())
@@ -112,18 +110,10 @@ def test_a_complex_loss_is_refused():
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3)
-
-    def forward(self, x):
-        return self.b(F.max_pool2d(self.norm(self.a(x)).relu(), 2))
-
-
 @pytest.mark.anywhere
 def test_channels_last():
-    model = Convolutions().to(memory_format=torch.channels_last)
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 3)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
     x = torch.randn(7, 3, 8, 8).to(memory_format=torch.channels_last)
     assert_both_ways(model, x, rtol=1e-4, atol=1e-5)
     with pipe_of(model) as pipe:
@@ -144,21 +134,11 @@ LAYOUTS = {
 
 
 @pytest.mark.anywhere
-def test_inputs_of_every_layout():
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    plain = copy.deepcopy(model)
-    with pipe_of(model) as pipe:
-        for name, make in LAYOUTS.items():
-            x = make()
-            assert x.shape == (7, 6), name
-            for m in (pipe, plain):
-                m.zero_grad()
-            want = plain(x)
-            mean_square(want).backward()
-            torch.testing.assert_close(on_cpu(pipe(x)), want, msg=lambda m, name=name: f"{name}: {m}")
-            pipe.forward_backward(x, target=want.detach().t().contiguous().t(), loss_fn=lambda y, t: mean_square(y))
-            assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
-        assert len(pipe._fxpipe.graphs) == 1
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_inputs_of_every_layout(name):
+    x = LAYOUTS[name]()
+    assert x.shape == (7, 6)
+    assert_both_ways(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), x)
 
 
 # -- nothing ---------------------------------------------------------------------------------------------------------
@@ -198,28 +178,18 @@ def test_targets_without_elements():
 # -- ways to ask -----------------------------------------------------------------------------------------------------
 
 
-class Partly(nn.Module):
-    """A frozen parameter, an unused one, and one that reaches only the second output."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(6, 2)
-        self.unused = nn.Parameter(torch.randn(3))
-        self.a.bias.requires_grad_(False)
+class Partly(Layered, a=6, b=(6, 4), c=(6, 2), unused=lambda: nn.Parameter(torch.randn(3))):
+    """An unused parameter, and one that reaches only the second output."""
 
     def forward(self, x):
         h = self.a(x).tanh()
         return self.b(h), self.c(h)
 
 
-def _pair():
-    model = Partly()
-    return fxpipe.pipeline(copy.deepcopy(model), workers(2), CHUNKS), model, torch.randn(7, 6)
-
-
 def test_backward_for_some_parameters_only():
-    pipe, plain, x = _pair()
-    with pipe:
+    plain, x = Partly(), torch.randn(7, 6)
+    plain.a.bias.requires_grad_(False)
+    with pipe_of(copy.deepcopy(plain)) as pipe:
         for m in (pipe, plain):
             mean_square(m(x)[0]).backward(inputs=[m.b.weight])
         assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])

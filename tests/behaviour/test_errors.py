@@ -126,11 +126,7 @@ def test_what_is_no_model_is_refused_with_the_remedy():
         fxpipe.pipeline(fxpipe.pipeline(_chain(), ["cpu"]), ["cpu"])
 
 
-class ChangesList(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.seen = nn.Linear(4, 4), []
-
+class ChangesList(Layered, layer=4, seen=lambda: []):
     def forward(self, x):
         self.seen.append(float(x.sum()))
         return self.layer(x)

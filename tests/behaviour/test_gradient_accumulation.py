@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.devices import on_cpu, workers
 from helpers.layered import Layered
+from helpers.models import WithLoss, ids_and_labels
 from helpers.oracle import accumulate_gradients, assert_same_gradients, assert_same_state, draw_seed
 from torch import nn
 
@@ -205,18 +206,8 @@ def test_losses_are_means_over_samples_or_sums(reduction: str, scale: float) -> 
         assert_same_gradients(pipe, plain)
 
 
-class WithLoss(Layered, embedding=lambda: nn.Embedding(20, D), layer=D, head=(D, 20)):
-    """Takes a mean over the tokens that count by itself."""
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.head(torch.relu(self.layer(self.embedding(ids))))
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        return {"loss": loss, "logits": logits}
-
-
-def inputs_with_labels(sizes: Sequence[tuple[int, int]]) -> list[tuple[tuple[torch.Tensor, torch.Tensor], None]]:
-    ids = [torch.randint(0, 20, size) for size in sizes]
-    return [((x, x.masked_fill(torch.rand(x.shape) < 0.3, -100)), None) for x in ids]
+def with_labels(sizes: Sequence[tuple[int, int]]) -> list[tuple[tuple[torch.Tensor, torch.Tensor], None]]:
+    return [(ids_and_labels(*size), None) for size in sizes]
 
 
 def weighted(plain: nn.Module, micro_batches: Any) -> torch.Tensor:
@@ -234,7 +225,7 @@ def of_samples(plain: nn.Module, micro_batches: Any) -> torch.Tensor:
     ("kind", "make", "loss_fn", "loss_of"),
     [
         pytest.param(Plain, tokens_of, token_loss, weighted, id="weights of loss_fn"),
-        pytest.param(WithLoss, inputs_with_labels, lambda output: output["loss"], of_samples, id="the model's own"),
+        pytest.param(WithLoss, with_labels, lambda output: output["loss"], of_samples, id="the model's own"),
     ],
 )
 def test_losses_are_weighted_by_what_loss_fn_returns_or_by_samples(

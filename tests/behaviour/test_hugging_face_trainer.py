@@ -98,21 +98,17 @@ def compare(make: Any, rows: Rows, folder: Path, chunks: int = 2, **options: Any
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("make", "rows", "options"),
     [
-        {},
-        {"gradient_accumulation_steps": 2},  # tokens of all steps together: num_items_in_batch
-        {"label_smoothing_factor": 0.1},  # which shifts labels where the name of the class says so
-        {"gradient_checkpointing": True},
+        (gpt2, texts, {}),
+        (gpt2, texts, {"gradient_accumulation_steps": 2}),  # tokens of all steps together: num_items_in_batch
+        (gpt2, texts, {"label_smoothing_factor": 0.1}),  # which shifts labels where the name of the class says so
+        (gpt2, texts, {"gradient_checkpointing": True}),
+        (bert, sentences, {"max_grad_norm": 0.01, "lr_scheduler_type": "cosine", "warmup_steps": 2}),
     ],
-    ids=lambda options: next(iter(options), "defaults"),
 )
-def test_a_language_model_trains_as_it_does_without_a_pipe(options, tmp_path):
-    compare(gpt2, texts(), tmp_path, **options)
-
-
-def test_a_classifier_trains_as_it_does_without_a_pipe(tmp_path):
-    compare(bert, sentences(), tmp_path, max_grad_norm=0.01, lr_scheduler_type="cosine", warmup_steps=2)
+def test_a_model_trains_as_it_does_without_a_pipe(make, rows, options, tmp_path):
+    compare(make, rows(), tmp_path, **options)
 
 
 def test_one_micro_batch_has_the_bits_of_the_model(tmp_path):

@@ -29,12 +29,8 @@ class TwoTowers(Layered, image=tower, text=tower, scale=lambda: nn.Parameter(tor
         return (F.cross_entropy(scores, places) + F.cross_entropy(scores.t(), places)) / 2, scores, u
 
 
-class Views(nn.Module):
+class Views(Layered, encoder=tower):
     """Two views of each sample, compared by a function."""
-
-    def __init__(self, loss):
-        super().__init__()
-        self.encoder, self.loss = tower(), loss
 
     def forward(self, x, y):
         return self.loss(self.encoder(x), self.encoder(y))
@@ -54,14 +50,14 @@ def with_a_branch(a, b):
     return F.cross_entropy(scores if scores.max() < 0.4 else scores.tanh(), torch.arange(len(a)))
 
 
-class Experts(nn.Module):
+class Experts(
+    Layered,
+    embed=lambda: nn.Embedding(CLASSES, WIDTH),
+    router=(WIDTH, 4),
+    experts=lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)),
+    head=(WIDTH, CLASSES),
+):
     """A language model of experts, with labels and a router's loss over all tokens that count."""
-
-    def __init__(self, experts=4):
-        super().__init__()
-        self.embed, self.router = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, experts)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
-        self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, ids, labels):
         h = self.embed(ids).flatten(0, 1)
@@ -148,21 +144,21 @@ class Detector(Layered, body=tower, head=lambda: nn.Linear(4, 2)):
 
 
 MODELS = {
-    "a scale of all series": lambda: Shared(scale_of_all_series),
-    "inputs over their spread": lambda: Shared(inputs_over_their_spread),
-    "a loss over the largest": lambda: Shared(loss_over_the_largest),
+    "a scale of all series": lambda: Shared(loss=scale_of_all_series),
+    "inputs over their spread": lambda: Shared(loss=inputs_over_their_spread),
+    "a loss over the largest": lambda: Shared(loss=loss_over_the_largest),
     "two towers": TwoTowers,
-    "SimCLR": lambda: Views(nt_xent),
-    "SimCLR with a mask": lambda: Views(nt_xent_with_a_mask),
-    "VICReg": lambda: Views(vicreg),
-    "Barlow Twins": lambda: Views(barlow_twins),
-    "a branch in Python": lambda: Views(with_a_branch),
-    "negatives by chance": lambda: Views(negatives_by_chance),
-    "a sample for all": lambda: Views(lambda a, b: ((a + b[3]).square().mean() + b[3].mean(), a + b[3])),
+    "SimCLR": lambda: Views(loss=nt_xent),
+    "SimCLR with a mask": lambda: Views(loss=nt_xent_with_a_mask),
+    "VICReg": lambda: Views(loss=vicreg),
+    "Barlow Twins": lambda: Views(loss=barlow_twins),
+    "a branch in Python": lambda: Views(loss=with_a_branch),
+    "negatives by chance": lambda: Views(loss=negatives_by_chance),
+    "a sample for all": lambda: Views(loss=lambda a, b: ((a + b[3]).square().mean() + b[3].mean(), a + b[3])),
     "boxes": Detector,
     "experts": Experts,
     "weights": Weighted,
-    "a norm and a largest": lambda: Views(lambda a, b: a.norm() + torch.logsumexp(a - b, (0, 1)) + b.max()),
+    "a norm and a largest": lambda: Views(loss=lambda a, b: a.norm() + torch.logsumexp(a - b, (0, 1)) + b.max()),
 }
 
 
@@ -309,7 +305,7 @@ def test_outputs_that_share_a_tail_compute_it_once():
 
 
 def test_a_product_of_means_is_one_of_all_samples():
-    model = Views(lambda a, b: a.mean() * b.square().mean())
+    model = Views(loss=lambda a, b: a.mean() * b.square().mean())
     plain, given = copy.deepcopy(model), inputs(model, 8, torch.float32)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=given, progress=False, profile_budget=0.0) as pipe:
         loss, want = pipe.forward_backward(*given), plain(*given)
@@ -358,19 +354,8 @@ def test_a_loss_of_all_samples_that_fails_changes_nothing():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_a_mini_batch_in_one_micro_batch_is_no_problem_for_forward_backward():
-    model = TwoTowers()
-    plain, given = copy.deepcopy(model), inputs(model, 8, torch.float32)
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 1, example_args=given, progress=False, profile_budget=0.0) as pipe:
-        loss = pipe.forward_backward(*given, loss_fn=lambda out: out[0])
-    want = plain(*given)[0]
-    want.backward()
-    torch.testing.assert_close(loss, want.detach())
-    assert_gradients(model, plain)
-
-
 def test_micro_batches_of_the_caller_and_mini_batches_of_a_stream_share_their_own():
-    plain = Shared(loss_over_the_largest)
+    plain = Shared(loss=loss_over_the_largest)
     parts = [inputs(plain, 8, torch.float32, seed) for seed in (1, 2)]
     losses = torch.stack([plain(*part) for part in parts])
     losses.sum().backward()
@@ -386,7 +371,7 @@ def test_micro_batches_of_the_caller_and_mini_batches_of_a_stream_share_their_ow
 
 
 def test_what_an_input_with_a_gradient_gives_is_refused():
-    x, y = inputs(plain := Shared(inputs_over_their_spread), 8, torch.float32)
+    x, y = inputs(plain := Shared(loss=inputs_over_their_spread), 8, torch.float32)
     with pytest.raises(ArgumentError, match="samples act on each other"):
         fxpipe.trace(plain, (x.requires_grad_(), y), chunks=2)
 
@@ -403,11 +388,6 @@ def test_a_stream_refuses_it_before_a_mini_batch_runs():
 
 class Tail(Views):
     """A tail that does something else than functions of samples."""
-
-    def __init__(self, loss, **tensors):
-        super().__init__(loss)
-        for name, value in tensors.items():
-            self.register_buffer(name, value)
 
     def forward(self, x, y):
         return self.loss(self, F.normalize(self.encoder(x), dim=-1), F.normalize(self.encoder(y), dim=-1))
@@ -434,18 +414,13 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_state_of_the_tail_is_refused_with_the_line(name):
     function, tensors = REFUSED[name]
-    model = Tail(function, **{key: value.clone() for key, value in tensors.items()})
+    model = Tail(loss=function, **{key: value.clone() for key, value in tensors.items()})
     with pytest.raises(ArgumentError, match=r"cannot (run|be made).* once.*made at .*test_joint_tail.py:\d+"):
         fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
 
 
-class Centred(Views):
+class Centred(Views, calls=lambda: torch.ones(())):
     """Two equal views, less their means: 0, unless samples of one batch meet different numbers."""
-
-    def __init__(self, change):
-        super().__init__(None)
-        self.change = change
-        self.register_buffer("calls", torch.ones(()))
 
     def forward(self, x, y):
         z = self.encoder(x)
@@ -470,17 +445,13 @@ COMMON = {
 
 @pytest.mark.parametrize("name", COMMON)
 def test_what_samples_have_in_common_may_not_differ_between_micro_batches(name):
-    model = Centred(COMMON[name])
+    model = Centred(change=COMMON[name])
     with pytest.raises(ArgumentError, match=r"made at .*test_joint_tail.py:\d+"):
         fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
 
 
-class CentredWeights(Views):
+class CentredWeights(Views, other=tower):
     """Weights of the samples, less their mean: 0 for equal ones."""
-
-    def __init__(self):
-        super().__init__(None)
-        self.other = tower()
 
     def forward(self, x, y, weights):
         errors = (self.encoder(x) - self.other(x)).square().mean(1)
@@ -505,7 +476,7 @@ def test_a_metric_of_the_whole_batch_does_not_change_how_micro_batches_count():
             y = self.encoder(x)
             return y, y.detach().std()
 
-    model, x = Metric(None), torch.randn(8, WIDTH)
+    model, x = Metric(), torch.randn(8, WIDTH)
     plain = copy.deepcopy(model)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
         loss = pipe.forward_backward(micro_batches=[x[:6], x[6:]], loss_fn=lambda output: output[0].square().mean())
@@ -516,11 +487,7 @@ def test_a_metric_of_the_whole_batch_does_not_change_how_micro_batches_count():
 
 
 def test_a_large_part_of_the_model_is_no_tail():
-    class Head(Views):
-        def __init__(self):
-            super().__init__(None)
-            self.head = nn.Linear(8, 64)
-
+    class Head(Views, head=(8, 64)):
         def forward(self, x, y):
             z = self.encoder(x)
             return self.head(z - z.mean(0)).square().mean()
@@ -553,7 +520,7 @@ def test_a_second_length_makes_a_graph_for_all_lengths(loss):
             return super().forward(x.mean(1), y.mean(1))
 
     torch.manual_seed(0)
-    model = Texts(loss)
+    model = Texts(loss=loss)
     lengths = [tuple(torch.randn(8, length, WIDTH) for _ in range(2)) for length in (5, 7, 6, 9)]
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=lengths[0], profile_budget=0.0) as pipe:
         for pair in lengths:

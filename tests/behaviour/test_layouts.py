@@ -1,7 +1,6 @@
 """Nested and sparse tensors, and tensors that have lost their values: kept where they can be, else refused by name."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -28,30 +27,21 @@ NESTED = {
 }
 
 
-class Nesting(nn.Module):
-    def __init__(self, nest: Any):
-        super().__init__()
-        self.a, self.b, self.nest = nn.Linear(4, 4), nn.Linear(4, 4), nest
-
+class Nesting(Layered, a=4, b=4):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(self.nest(self.a(x))).to_padded_tensor(0.0).view_as(x)
 
 
 @pytest.mark.parametrize("kind", NESTED)
-def test_a_module_that_makes_nested_tensors_is_kept_whole(kind: str) -> None:
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_module_that_makes_nested_tensors_is_kept_whole_and_a_model_runs(kind: str, is_module: bool) -> None:
     """Torch's own errors came out: 'All fake tensor modes must be the same', 'NestedTensorImpl doesn't support ...'."""
-    plain = nn.Sequential(nn.Linear(4, 4), Nesting(NESTED[kind]), nn.Linear(4, 4))
-    x = torch.randn(6, 3, 4)
-    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(x,)) as pipe:
+    plain: nn.Module = Nesting(nest=NESTED[kind])
+    if is_module:
+        plain = nn.Sequential(nn.Linear(4, 4), plain, nn.Linear(4, 4))
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(torch.randn(6, 3, 4),)) as pipe:
         assert_step(pipe, plain, torch.randn(5, 3, 4))
-        assert pipe._fxpipe.first.traced.whole.keys() == {"1"}
-
-
-@pytest.mark.parametrize("kind", NESTED)
-def test_a_model_that_makes_nested_tensors_itself_runs(kind: str) -> None:
-    plain, x = Nesting(NESTED[kind]), torch.randn(6, 3, 4)
-    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(x,)) as pipe:
-        assert_step(pipe, plain, torch.randn(5, 3, 4))
+        assert not is_module or pipe._fxpipe.first.traced.whole.keys() == {"1"}
 
 
 OTHERS = {

@@ -16,13 +16,7 @@ import fxpipe
 from fxpipe.errors import TraceError
 
 
-class Model(nn.Module):
-    def __init__(self, forward: Any, **held: Any):
-        super().__init__()
-        self.first, self.second, self.function = nn.Linear(4, 4), nn.Linear(4, 4), forward
-        for name, value in held.items():
-            self.register_buffer(name, value) if isinstance(value, torch.Tensor) else setattr(self, name, value)
-
+class Model(Layered, first=4, second=4):
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self.function(self, *inputs)
 
@@ -37,12 +31,6 @@ def _missing_attribute(m: Any, x: torch.Tensor) -> torch.Tensor:
     if not hasattr(m, "scale"):
         m.scale = x.shape[1] ** -0.5
     return m.second(m.first(x)) * m.scale
-
-
-def _missing_tensor(m: Any, x: torch.Tensor) -> torch.Tensor:
-    if not hasattr(m, "positions"):
-        m.positions = torch.arange(x.shape[1]) * 0.1
-    return m.second(m.first(x) + m.positions)
 
 
 def _missing_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +75,6 @@ def _lists_that_are_new_in_each_call(m: Any, x: torch.Tensor) -> torch.Tensor:
 MAKES: dict[str, tuple[Any, dict[str, Any]]] = {
     "attribute": (_attribute, {"padding": None}),
     "missing attribute": (_missing_attribute, {}),
-    "missing tensor": (_missing_tensor, {}),
     "missing buffer": (_missing_buffer, {}),
     "empty buffer": (_empty_buffer, {"positions": torch.empty(0)}),
     "lists": (_lists_that_are_new_in_each_call, {}),
@@ -101,7 +88,7 @@ MAKES: dict[str, tuple[Any, dict[str, Any]]] = {
 )
 def test_it_is_made_without_a_call_by_hand(name: str) -> None:
     forward, held = MAKES[name]
-    model = Model(forward, **copy.deepcopy(held))
+    model = Model(function=forward, **copy.deepcopy(held))
     twin = copy.deepcopy(model)
     assert assert_trains(model, [torch.randn(n, 4) for n in (4, 7, 5)], lr=0.1, evaluates=True) == 1
     twin.eval()(torch.randn(4, 4))
@@ -149,7 +136,7 @@ DATA: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", DATA)
 def test_what_counts_is_asked_for_a_call_by_hand_and_then_is_right(name: str) -> None:
     forward, held = DATA[name]
-    model = Model(forward, **copy.deepcopy(held))
+    model = Model(function=forward, **copy.deepcopy(held))
     before = set(model.__dict__), {key: value.clone() for key, value in model.named_buffers()}
     with pytest.raises(TraceError, match=r"makes '\w+' when it is first called.*call the model once"):
         fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 4),))
@@ -171,7 +158,7 @@ def test_a_cache_that_grows_is_that_of_the_longest_samples() -> None:
             m.cache = torch.arange(x.shape[1])[:, None].cos()
         return m.second(m.first(x) * m.cache[: x.shape[1]])
 
-    model = Model(forward, cache=None)
+    model = Model(function=forward, cache=None)
     twin = copy.deepcopy(model)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 3, 4),)) as pipe:
         for length in (3, 7, 4, 9, 7, 3):
@@ -181,7 +168,7 @@ def test_a_cache_that_grows_is_that_of_the_longest_samples() -> None:
 
 
 def test_samples_that_are_nothing_do_not_tell_what_a_first_call_makes_of_them() -> None:
-    model = Model(_first_statistics)
+    model = Model(function=_first_statistics)
     with pytest.raises(TraceError, match=r"makes 'mean' when it is first called.*cannot be told from these samples"):
         fxpipe.trace(model, (torch.zeros(4, 4),))
     assert not hasattr(model, "mean")
@@ -193,7 +180,7 @@ def test_modules_made_in_forward_are_not_kept() -> None:
             m.late = nn.Linear(4, 4)
         return m.late(m.first(x))
 
-    model = Model(forward)
+    model = Model(function=forward)
     with pytest.raises(TraceError):
         fxpipe.trace(model, (torch.randn(4, 4),))
     assert not hasattr(model, "late")
@@ -269,7 +256,7 @@ def test_a_first_call_that_writes_something_else_to_its_input_is_refused():
         m.previous = h.detach().mean(0)
         return h
 
-    model, inputs = Model(forward, previous=None), (torch.randn(6, 4), torch.zeros(6, 4))
+    model, inputs = Model(function=forward, previous=None), (torch.randn(6, 4), torch.zeros(6, 4))
     with pytest.raises(TraceError, match=r"makes 'previous' when it is first called.*call the model once"):
         fxpipe.trace(model, inputs)
     assert model.previous is None
@@ -293,7 +280,7 @@ def test_a_cached_property_may_be_computed_in_any_call():
 
     for seed in range(4):
         torch.manual_seed(seed)
-        model = Model(forward, scaled=Scaled(4, 4))
+        model = Model(function=forward, scaled=Scaled(4, 4))
         with fxpipe.pipeline(model, workers(2), 2, example_args=(torch.randn(4, 4),)) as pipe:
             for _ in range(4):
                 assert fxpipe.verify(pipe, torch.randn(4, 4))
@@ -313,7 +300,7 @@ def test_a_cached_property_of_what_forward_sets_is_not_left_from_planning(size):
             self.length = size(x)
             return super().forward(x)
 
-    model = Model(lambda m, x: m.second(m.scaled(m.first(x))), scaled=OfInput(4, 4))
+    model = Model(function=lambda m, x: m.second(m.scaled(m.first(x))), scaled=OfInput(4, 4))
     with pytest.raises(TraceError):
         fxpipe.pipeline(model, workers(2), 2, example_args=(torch.randn(6, 4),))
     assert "factor" not in model.scaled.__dict__

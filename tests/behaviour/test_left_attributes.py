@@ -17,8 +17,7 @@ class Model(nn.Module):
     def __init__(self, forward: Any, **held: Any):
         super().__init__()
         self.first, self.second, self.function = nn.Linear(3, 3), nn.Linear(3, 3), forward
-        for name, value in held.items():
-            setattr(self, name, value)
+        vars(self).update(held)  # plain attributes, also tensors
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.function(self, x)

@@ -162,15 +162,6 @@ def fitted(make: Make, folder: Path, **options: Any) -> tuple[list[float], torch
     return record.losses, predicted.float(), dict(module.state_dict()), step
 
 
-def assert_same(ours: Any, plain: Any, **close: Any) -> None:
-    close = close or CLOSE
-    torch.testing.assert_close(ours[0], plain[0], **close)
-    torch.testing.assert_close(ours[1], plain[1], **close)
-    torch.testing.assert_close(ours[2], plain[2], **close)
-    assert plain[3] is None
-    assert ours[3] is not None  # the pipeline has run
-
-
 MODULES: dict[str, Make] = {
     "has a pipe": lambda: Classifier(piped(net())),
     "is a pipe": lambda: piped(Classifier(net())),
@@ -178,37 +169,32 @@ MODULES: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_the_trainer_fits_a_module_as_without_a_pipe(module, tmp_path):
-    assert_same(fitted(MODULES[module], tmp_path), fitted(lambda: Classifier(net()), tmp_path))
+def plainly() -> Any:
+    return Classifier(net())
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-    "float64": {"precision": "64-true"},
-    "data parallel": {"strategy": "ddp"},
+# how a module with a pipe is made, and one without, settings of the trainer, and how close they are
+FITS: dict[str, tuple[Make, Make, dict[str, Any], dict[str, float]]] = {
+    **{name: (make, plainly, {}, CLOSE) for name, make in MODULES.items()},
+    "accumulates": (MODULES["has a pipe"], plainly, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, CLOSE),
+    "float64": (MODULES["has a pipe"], plainly, {"precision": "64-true"}, CLOSE),
+    "data parallel": (MODULES["has a pipe"], plainly, {"strategy": "ddp"}, CLOSE),
+    "mixed precision": (MODULES["has a pipe"], plainly, {"precision": "bf16-mixed"}, {"atol": 0.02, "rtol": 0.02}),
+    "forward_backward": (lambda: ManualClassifier(piped(net())), lambda: ManualClassifier(net()), {}, CLOSE),
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_of_the_trainer_hold(setting, tmp_path):
-    options = SETTINGS[setting]
+@pytest.mark.parametrize("name", FITS)
+def test_the_trainer_fits_a_module_as_without_a_pipe(name, tmp_path):
+    make, make_plain, options, close = FITS[name]
     try:
-        ours = fitted(lambda: Classifier(piped(net())), tmp_path, **options)
-        assert_same(ours, fitted(lambda: Classifier(net()), tmp_path, **options))
+        *ours, step = fitted(make, tmp_path, **options)
+        *plain, no_step = fitted(make_plain, tmp_path, **options)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def test_mixed_precision_of_the_trainer_reaches_the_stages(tmp_path):
-    ours = fitted(lambda: Classifier(piped(net())), tmp_path, precision="bf16-mixed")
-    assert_same(ours, fitted(lambda: Classifier(net()), tmp_path, precision="bf16-mixed"), atol=0.02, rtol=0.02)
-
-
-def test_a_module_may_take_its_steps_by_forward_backward(tmp_path):
-    ours = fitted(lambda: ManualClassifier(piped(net())), tmp_path)
-    assert_same(ours, fitted(lambda: ManualClassifier(net()), tmp_path))
+    torch.testing.assert_close(ours, plain, **close)
+    assert (step is not None, no_step) == (True, None)  # the pipeline has run
 
 
 def test_batches_that_a_module_accumulates_are_micro_batches(tmp_path):
@@ -225,7 +211,7 @@ def test_a_callback_that_copies_and_averages_weights_has_those_of_the_model(tmp_
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
     results = []
-    for make in (MODULES["has a pipe"], lambda: Classifier(net())):
+    for make in (MODULES["has a pipe"], plainly):
         module = make()
         averaging = StochasticWeightAveraging(1e-3, swa_epoch_start=1)
         trainer_of(tmp_path, averaging, max_epochs=3).fit(module, loader(), loader())
@@ -236,7 +222,7 @@ def test_a_callback_that_copies_and_averages_weights_has_those_of_the_model(tmp_
 @pytest.mark.parametrize("first", ["plain", "pipe"])
 def test_a_checkpoint_of_one_goes_on_with_the_other(first, tmp_path):
     """One epoch, saved; then it goes on."""
-    makes = {"plain": lambda: Classifier(net()), "pipe": MODULES["has a pipe"]}
+    makes = {"plain": plainly, "pipe": MODULES["has a pipe"]}
     losses = {}
     for second, make in makes.items():
         folder = tmp_path / second

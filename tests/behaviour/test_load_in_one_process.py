@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -18,15 +19,19 @@ pytest.importorskip("safetensors")
 from safetensors.torch import save_file
 
 
-class Tied(nn.Module):
+class Tied(
+    Layered,
+    embed=lambda: nn.Embedding(11, 8),
+    inner=8,
+    norm=lambda: nn.LayerNorm(8),
+    head=lambda: nn.Linear(8, 11, bias=False),
+    scale=lambda: torch.full((8,), 0.5),
+):
     """Tied weights, a buffer that is saved, and a table that is not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.inner = nn.Embedding(11, 8), nn.Linear(8, 8)
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.full((8,), 0.5))
         self.register_buffer("table", torch.arange(8.0), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -128,7 +133,7 @@ def test_a_model_with_values_takes_those_of_the_checkpoint(plain: Tied, ids: tor
         torch.testing.assert_close(pipe(ids), plain(ids))
 
 
-def test_before_there_is_a_plan_nobody_knows_the_devices(plain: Tied, tmp_path: Path) -> None:
+def test_a_pipe_without_a_plan_and_what_is_no_pipe_are_refused(plain: Tied, tmp_path: Path) -> None:
     path = saved(plain, "safetensors", tmp_path)
     with torch.device("meta"):
         model = Tied()
@@ -137,8 +142,5 @@ def test_before_there_is_a_plan_nobody_knows_the_devices(plain: Tied, tmp_path: 
         pytest.raises(StateError, match=r"the pipe has no plan yet.*give example_args"),
     ):
         fxpipe.distributed.load(pipe, path, init_fn=fill_table)
-
-
-def test_what_is_no_pipe_is_refused(plain: Tied, tmp_path: Path) -> None:
     with pytest.raises(ArgumentTypeError, match="pipe is a Tied"):
-        fxpipe.distributed.load(plain, tmp_path)
+        fxpipe.distributed.load(plain, path)

@@ -14,6 +14,7 @@ class Layered(nn.Module):
 
     `class Model(Layered, first=4, norm=lambda: nn.BatchNorm1d(4), last=(4, 2))`: a number is the width of an
     `nn.Linear`, a pair its input and output features, and a function makes any other layer, parameter or buffer.
+    Arguments become attributes and buffers, too: `Model(function=torch.relu)`.
     """
 
     _layers: dict[str, Layer]
@@ -22,13 +23,17 @@ class Layered(nn.Module):
         super().__init_subclass__()
         cls._layers = {**getattr(cls, "_layers", {}), **layers}
 
-    def __init__(self):
+    def __init__(self, **attributes: Any):
         super().__init__()
         for name, layer in self._layers.items():
             if isinstance(layer, int):
                 layer = layer, layer
-            value = nn.Linear(*layer) if isinstance(layer, tuple) else layer()
-            if type(value) is torch.Tensor:
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
+            self._add(name, nn.Linear(*layer) if isinstance(layer, tuple) else layer())
+        for name, value in attributes.items():
+            self._add(name, value)
+
+    def _add(self, name: str, value: Any) -> None:
+        if type(value) is torch.Tensor:
+            self.register_buffer(name, value)
+        else:
+            setattr(self, name, value)

@@ -221,3 +221,22 @@ def tokens(batch: int) -> list[torch.Tensor]:
     """Inputs and targets for `TiedAtBothEnds`."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(0, 11, (batch, 5), generator=generator) for _ in range(2)]
+
+
+class WithLoss(nn.Module):
+    """Takes its loss by itself: a mean over the tokens that count."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(20, width), nn.Linear(width, width), nn.Linear(width, 20)
+
+    def forward(self, ids, labels):
+        logits = self.head(torch.relu(self.layer(self.embedding(ids))))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+def ids_and_labels(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs for `WithLoss`."""
+    ids = torch.randint(0, 20, (batch, length))
+    return ids, ids.masked_fill(torch.rand(batch, length) < 0.3, -100)
