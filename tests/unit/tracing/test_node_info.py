@@ -11,11 +11,16 @@ import torch.nn.functional as F
 from torch import fx
 
 import fxpipe
-from fxpipe.tracing.node_info import named_arguments
+from fxpipe.tracing.node_info import NodeInfo, RandomDraws, named_arguments
 from fxpipe.tracing.verify.compared_sizes import run_deterministic_node
 from fxpipe.tracing.verify.effects import running_statistics
 
 TORCHS_OWN = {"val", "nn_module_stack", "stack_trace"}
+
+
+def test_a_node_that_is_added_beside_another_is_of_the_same_line_and_draws_nothing():
+    beside = NodeInfo(source="model.py:3", module="block", rng=RandomDraws(), storages=frozenset({1})).beside()
+    assert beside == NodeInfo(source="model.py:3", module="block")
 
 
 def test_no_file_keeps_other_keys_in_the_meta_of_nodes():
