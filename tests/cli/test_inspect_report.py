@@ -43,14 +43,11 @@ def test_a_report_fetches_nothing():
     assert "@import" not in text
 
 
-def test_micro_batches_are_doubled_up_to_the_samples_and_with_the_plans_own_number():
+def test_micro_batches_are_doubled_up_to_the_samples_or_what_one_can_see_and_with_the_plans_own_number():
     assert [*chunks_variants(drawn_plan(2, chunks=6, batch=24))] == [1, 2, 4, 6, 8, 16]
     assert [*chunks_variants(replace(drawn_plan(2, chunks=2), batch=None))] == [1, 2, 4, 8]
     own = drawn_plan(2, schedule=str(make_schedule("1f1b", 2, 8)), chunks=8, batch=32)
     assert chunks_variants(own).keys() <= {1, 2, 4, 8}  # a table is for so many, or fewer
-
-
-def test_a_large_plan_is_not_simulated_for_more_micro_batches_than_one_can_see():
     plan = drawn_plan(64, blocks=1, chunks=64, batch=4096)
     assert [*chunks_to_compare(plan)] == [1, 2, 4, 8, 16, 32, 64, 128]
     assert [*chunks_to_compare(replace(plan, chunks=1000))] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]

@@ -34,10 +34,6 @@ from fxpipe.scheduling import SCHEDULES
 SCHEDULES_HERE = ("1f1b", "gpipe", "zbv")
 
 
-def limited(plan: Plan, limit: int) -> Plan:
-    return replace(plan, stages=tuple(replace(stage, memory_limit=limit) for stage in plan.stages))
-
-
 def test_schedules_on_the_stages_of_a_plan() -> None:
     plan = replace(plan_for(4, "1f1b"), chunks=8)
     runs = compare_schedules(plan)
@@ -55,8 +51,9 @@ def test_schedules_on_the_stages_of_a_plan() -> None:
 
 
 def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
-    plan = limited(make_plan(3, 8), 60 * MIB)
-    plan = replace(plan, stages=(*plan.stages[:2], replace(plan.stages[2], memory_limit=20 * MIB)))
+    plan, limits = make_plan(3, 8), (60 * MIB, 60 * MIB, 20 * MIB)
+    stages = (replace(stage, memory_limit=limit) for stage, limit in zip(plan.stages, limits, strict=True))
+    plan = replace(plan, stages=tuple(stages))
     simulation = fxpipe.simulate(plan)
     run = summarize_step(simulation, plan)
     peak = simulation.memory[2].peak

@@ -140,9 +140,6 @@ def test_a_gpu_at_hand():
         assert 0 <= link.latency < 1e-2
 
 
-# -- seconds of nodes ------------------------------------------------------------------------------------------------
-
-
 def _costs(model, x, hardware=PLAIN, micro_batch=None, chunks=1):
     traced = fxpipe.trace(model, (x,), chunks=chunks)
     return {c.name: c for c in fxpipe.profile(traced, (x,), hardware=hardware, micro_batch=micro_batch).nodes}

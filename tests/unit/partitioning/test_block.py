@@ -121,11 +121,6 @@ def test_ten_thousand_items_over_sixty_four_blocks(shape: str) -> None:
     check_blocks([cost(i) for i in range(10_000)], 64)
 
 
-def test_block_partition_refuses() -> None:
-    with pytest.raises(PartitionError, match="blocks=2, but there are only 1 costs to cut"):
-        block_partition([1.0], 2)
-
-
 NAMES = ["x", "stem_conv", "stem_relu", "body_conv", "body_relu", "head"]
 MODULES = ["", "stem.conv", "stem.relu", "body.0.conv", "body.0.relu", "head"]
 COSTS = [0.0, 3.0, 1.0, 4.0, 1.0, 1.0]
@@ -224,10 +219,6 @@ def test_names_out_of_order_refused() -> None:
     )
 
 
-def test_a_place_named_twice_refused() -> None:
-    assert "'body_relu' ends with" in refusal(PartitionError, stages=3, balance=["body", "body_relu"])
-
-
 def test_names_without_names_refused() -> None:
     said = refusal(PartitionError, balance=["head"], names=(), modules=())
     assert said == "'head' is given, but the nodes have no names here: cut by numbers of nodes"
@@ -247,9 +238,6 @@ def test_all_that_is_wrong_with_cuts_is_said_at_once() -> None:
     assert said.startswith("the nodes cannot be cut so:\n- no cut")
     assert "first" in said
     assert "second" in said
-    said = refusal(PartitionError, stages=3, balance=["one", "two"])
-    assert "'one'" in said
-    assert "'two'" in said
 
 
 def test_imports_the_standard_library_errors_costs_and_what_is_printed_with_only() -> None:

@@ -211,18 +211,6 @@ def test_a_cut_that_is_given_stays_and_its_stages_recompute(options: dict[str, A
     assert plan.modes[2] == "never"
 
 
-def test_several_stages_on_a_device_share_its_memory_and_what_is_pinned_stays() -> None:
-    options: dict[str, Any] = {"stages_per_device": 2, "pin": {"layers.2": 1}}
-    free = planned(4, **options)
-    limit = 2 * max(needs(free))
-    plan = planned(4, **options, memory_limit=limit)
-    assert plan.placement == (0, 1, 0, 1)
-    assert [stage.memory_limit for stage in plan.stages] == [limit // 2] * 4
-    assert_within(plan)
-    where = {name: plan.placement[stage.index] for stage in plan.stages for name in stage.nodes}
-    assert where["layers_2"] == 1
-
-
 class Lopsided(Layered, large=lambda: nn.ModuleList(nn.Linear(64, 64) for _ in range(2))):
     """All parameters are in the first layers, and all time is in the last ones."""
 

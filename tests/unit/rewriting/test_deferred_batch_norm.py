@@ -246,9 +246,6 @@ def test_frozen_batch_norm_in_a_model_in_training():
     assert int(model[4].num_batches_tracked) == 3
 
 
-# -- without modules of torch, and in modules kept whole ---------------------------------------------------------------
-
-
 class ByHand(nn.Module):
     """Batch norm by its function, with buffers under other names, and counters that are written to or set."""
 

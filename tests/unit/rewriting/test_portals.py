@@ -117,15 +117,12 @@ class Once(Layered, one=4, two=4, three=4):
         return self.three(h) + skip
 
 
-def cut_once(**options):
-    x = torch.randn(6, 4)
-    return x, fxpipe.pipeline(Once(), ["cpu"] * 3, 3, example_args=(x,), balance=[1, 2, 2], **options)
-
-
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_in_training_it_is_freed_with_the_backward_of_its_user(monkeypatch, checkpoint):
-    x, pipe = cut_once(checkpoint=checkpoint)
-    with pipe:
+def test_a_portal_is_freed_with_the_backward_of_its_user(monkeypatch, checkpoint):
+    x = torch.randn(6, 4)
+    options = {"example_args": (x,), "balance": [1, 2, 2], "checkpoint": checkpoint}
+    with fxpipe.pipeline(Once(), ["cpu"] * 3, 3, **options) as pipe:
+        assert [(s.name, s.source, s.target) for s in pipe._fxpipe.first.program.skips] == [("one", 0, 2)]
         crossed, gone = watch(monkeypatch)
         pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
         for i in range(3):

@@ -32,9 +32,6 @@ CPU = torch.device("cpu")
 aten: Any = torch.ops.aten
 
 
-# -- one node --------------------------------------------------------------------------------------------------------
-
-
 def x(*sizes: int) -> torch.Tensor:
     return torch.randn(*(sizes or (5, 7))).requires_grad_()
 
@@ -84,7 +81,6 @@ CASES: dict[str, list[tuple[Any, Callable[[], Any], dict[str, Any]]]] = {
     "alpha_dropout": [
         (torch.alpha_dropout, lambda: (x(), 0.3, True), {}),
         (F.alpha_dropout, lambda: (x(), 0.3, True), {}),
-        (F.alpha_dropout, lambda: (x(9), 0.3, True), {}),
         (F.alpha_dropout, lambda: (x(4, 3, 2).transpose(0, 1),), {"p": 0.3, "training": True}),
     ],
     "alpha_dropout_": [
@@ -218,7 +214,6 @@ CASES: dict[str, list[tuple[Any, Callable[[], Any], dict[str, Any]]]] = {
         (F.scaled_dot_product_attention, lambda: (*_qkv(), _MASK, 0.3), {"scale": 0.2}),
         (F.scaled_dot_product_attention, lambda: (*_qkv(), x(3, 5, 6), 0.3), {}),
         (F.scaled_dot_product_attention, lambda: (*_qkv(), None, 0.3, True), {}),
-        (F.scaled_dot_product_attention, lambda: (*[v.double() for v in _qkv()], None, 0.3, True), {}),
         (F.scaled_dot_product_attention, lambda: (*[v.bfloat16() for v in _qkv()], None, 0.3, True), {}),
         (F.scaled_dot_product_attention, lambda: (*_qkv(), None, 0.3), {"scale": -0.2}),
         (F.scaled_dot_product_attention, lambda: (x(2, 4, 5, 4), x(2, 2, 5, 4), x(2, 2, 5, 4), None, 0.3),
@@ -451,9 +446,6 @@ def test_an_expert_without_tokens_when_traced_draws_by_seed_when_it_has_some():
             found.append([out.detach(), *(q.grad for q in pipe.parameters())])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-
-
-# -- models ----------------------------------------------------------------------------------------------------------
 
 
 def _functions(m: Any, h: torch.Tensor) -> torch.Tensor:

@@ -62,9 +62,6 @@ class EverySplit(EveryCut):
         return [set(split_stage_backward(stage, stage.run)[1]) for stage in self.program((0, *starts)).stages]
 
 
-# -- one node ----------------------------------------------------------------------------------------------------------
-
-
 def _gradients(function, x, weights):
     """Output and gradients of one node that has neighbours; of the plain node, and split."""
     inputs = x * 1 if x.requires_grad else x
@@ -243,9 +240,6 @@ def test_sparse_gradients_of_an_embedding():
         ((_, have),) = tape.weight_gradients()
         (want,) = torch.autograd.grad(F.linear(F.embedding(ids, w, **options), w).square().sum(), [w])
         assert torch.equal(have.to_dense(), want.to_dense())
-
-
-# -- stages ------------------------------------------------------------------------------------------------------------
 
 
 class Uses(nn.Module):

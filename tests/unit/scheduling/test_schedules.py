@@ -1,8 +1,6 @@
 """Schedules as data: what they look like, that they can run, and that what cannot run is refused with a reason."""
 
 import ast
-import doctest
-import importlib
 import random
 import sys
 from collections.abc import Iterator
@@ -476,13 +474,3 @@ def test_scheduling_is_plain_data(source):
         for name in names:
             ours = name.startswith(("fxpipe.scheduling", "fxpipe.errors", "fxpipe.utils.units"))
             assert ours or name.split(".")[0] in sys.stdlib_module_names, name
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["scheduling", "scheduling.builtin", "scheduling.factory", "scheduling.row_transforms", "scheduling.validation"],
-)
-def test_examples_in_docstrings_print_what_they_say(name):
-    result = doctest.testmod(importlib.import_module(f"fxpipe.{name}"))
-    assert result.attempted
-    assert not result.failed

@@ -1,6 +1,5 @@
 """Simulated times, bytes and reductions against closed forms and a slow world, and a drawing as a person would make."""
 
-import doctest
 from collections import deque
 from dataclasses import replace
 from itertools import product
@@ -337,13 +336,6 @@ def test_schedule_that_would_not_run_is_refused():
     rows = ((Action.parse("0B0"), Action.parse("0F0")),)
     with pytest.raises(ScheduleError, match="0B0 stands before 0F0"):
         simulate_schedule(Schedule("mine", 1, 1, rows), [COST])
-
-
-@pytest.mark.parametrize("module", [fxpipe.simulation, fxpipe.simulation.costs])
-def test_example_in_docstring_prints_what_it_says(module):
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
 
 
 def test_a_device_that_copies_over_a_shared_way_begins_no_sooner_than_there_is_something_to_copy() -> None:
