@@ -42,9 +42,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the zo
 
 from drawn_models import drawn, entry_of
 from zoo import KINDS, Entry, select
+from zoo.entry import AT_SIZES, HANDED_OVER, IN_ONE, MODES, WAYS, Row
 from zoo.mechanisms import MECHANISMS, missed
 from zoo.processes import rows_of
-from zoo.row import AT_SIZES, HANDED_OVER, IN_ONE, MODES, WAYS, Row
 from zoo.sizes import MANY_GRAPHS
 
 HEADERS = (

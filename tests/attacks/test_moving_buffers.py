@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.oracle import assert_same_gradients, assert_same_state
 from torch import nn
+from torch.ao.quantization import FakeQuantize, FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
 
 import fxpipe
 
@@ -83,20 +84,6 @@ def shared() -> nn.Module:
     return nn.Sequential(model, model[1], nn.Linear(8, 8))
 
 
-def fake_quantized() -> nn.Module:
-    quantization = pytest.importorskip("torch.ao.quantization")
-    return around(quantization.FakeQuantize(observer=quantization.MovingAverageMinMaxObserver))
-
-
-def fused() -> nn.Module:
-    quantization = pytest.importorskip("torch.ao.quantization")
-    return around(quantization.FusedMovingAvgObsFakeQuantize())
-
-
-def norm_that_trains() -> nn.Module:
-    return around(nn.BatchNorm1d(8))
-
-
 CASES: dict[str, Any] = {
     "observer": lambda: around(Moving(observe, torch.ones(()))),
     "counter": lambda: around(Moving(count, torch.zeros(()))),
@@ -108,9 +95,9 @@ CASES: dict[str, Any] = {
     "a table of sizes": lambda: around(Moving(keep_table, torch.zeros(8))),
     "a forward hook": hooked,
     "used twice": shared,
-    "fake quantization": fake_quantized,
-    "fused fake quantization": fused,
-    "batch norm that trains": norm_that_trains,
+    "fake quantization": lambda: around(FakeQuantize(observer=MovingAverageMinMaxObserver)),
+    "fused fake quantization": lambda: around(FusedMovingAvgObsFakeQuantize()),
+    "batch norm that trains": lambda: around(nn.BatchNorm1d(8)),
 }
 
 

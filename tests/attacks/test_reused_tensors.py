@@ -87,11 +87,6 @@ def test_streams_that_are_filled_again_are_refused(batches, schedule):
             list(pipe.train_stream(batches(), optimizer=optimizer, loss_fn=loss_fn))
 
 
-def fresh():
-    for batch in range(BATCHES):
-        yield values(batch)
-
-
 def views_of_a_dataset():
     """A tensor that is written to before, and read in parts."""
     data, targets = (torch.stack(both) for both in zip(*map(values, range(BATCHES)), strict=True))
@@ -99,20 +94,16 @@ def views_of_a_dataset():
     yield from zip(data, targets, strict=True)
 
 
-def one_target():
-    target = values(0)[1]
-    for batch in range(BATCHES):
-        yield values(batch)[0], target
+ONE = values(0)
+RIGHT = {
+    "fresh": lambda: map(values, range(BATCHES)),
+    "views of a dataset": views_of_a_dataset,
+    "one target": lambda: ((values(batch)[0], ONE[1]) for batch in range(BATCHES)),
+    "one batch": lambda: [ONE] * BATCHES,
+}
 
 
-def one_batch():
-    yield from [values(0)] * BATCHES
-
-
-RIGHT = [fresh, views_of_a_dataset, one_target, one_batch]
-
-
-@pytest.mark.parametrize("batches", RIGHT)
+@pytest.mark.parametrize("batches", RIGHT.values(), ids=RIGHT)
 def test_micro_batches_that_stay_are_right(batches):
     ours, plain = model(), model()
     want, _ = accumulate_gradients(plain, list(batches()), loss_fn)
@@ -122,7 +113,7 @@ def test_micro_batches_that_stay_are_right(batches):
     assert_same_gradients(ours, plain, loose=[name for name, _ in plain.named_parameters()])
 
 
-@pytest.mark.parametrize("batches", RIGHT)
+@pytest.mark.parametrize("batches", RIGHT.values(), ids=RIGHT)
 def test_streams_of_batches_that_stay_are_right(batches):
     ours, plain = model(), model()
     own, losses = torch.optim.SGD(plain.parameters(), lr=0.1), []

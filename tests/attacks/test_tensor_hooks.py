@@ -147,18 +147,10 @@ def on_several(x: torch.Tensor) -> None:
         register_multi_grad_hook((x,), lambda gradients: None)
 
 
-def on_a_view(x: torch.Tensor) -> None:
-    hook(x.view_as(x))  # nobody uses it
-
-
 def kept(module: Any, x: torch.Tensor, h: torch.Tensor, y: torch.Tensor) -> None:
     if h.requires_grad:
         h.retain_grad()
         module.feature = h
-
-
-def on_the_weight(module: Any, *_: torch.Tensor) -> None:
-    hook(module.layer.weight)
 
 
 OWN_FORWARD = "the model puts a hook on a tensor at"
@@ -173,9 +165,9 @@ CASES: dict[str, Any] = {
     "block, what it returns": (blocks(lambda module, x, h, y: hook(y)), "right"),
     "block, all of it": (blocks(lambda module, x, h, y: [hook(x), hook(h), hook(y)]), "right"),
     "block, does not ask": (blocks(lambda module, x, h, y: h.register_hook(clamp)), "right"),
-    "block, a view": (blocks(lambda module, x, h, y: on_a_view(y)), "right"),
+    "block, a view": (blocks(lambda module, x, h, y: hook(y.view_as(y))), "right"),
     "block, a node": (blocks(lambda module, x, h, y: on_node(y)), "right"),
-    "block, its weight": (blocks(on_the_weight), PARTIAL),
+    "block, its weight": (blocks(lambda module, *_: hook(module.layer.weight)), PARTIAL),
     "block, keeps the gradient": (blocks(kept), "keeps the gradient of a tensor"),
     "input, used before": (lambda: Around(True), PARTIAL),
     "input, used long before": (lambda: Around(True, distance=4), PARTIAL),

@@ -47,17 +47,13 @@ def test_the_judge_lets_a_right_pipeline_pass():
     assert judge(dataclasses.replace(MIXED, deferred=True, schedule="zbv", checkpoint="always")).kind == "right"
 
 
-def _first(values):
-    return next(iter(values))
-
-
 @pytest.mark.parametrize(
     ("part", "spoil"),
     [
-        ("gradient", lambda model: _first(model.parameters()).grad.mul_(1.01)),
-        ("gradient", lambda model: setattr(_first(model.parameters()), "grad", None)),
-        ("buffer", lambda model: _first(model.buffers()).add_(0.01)),
-        ("parameter", lambda model: _first(model.parameters()).data.mul_(1.01)),
+        ("gradient", lambda model: next(iter(model.parameters())).grad.mul_(1.01)),
+        ("gradient", lambda model: setattr(next(iter(model.parameters())), "grad", None)),
+        ("buffer", lambda model: next(iter(model.buffers())).add_(0.01)),
+        ("parameter", lambda model: next(iter(model.parameters())).data.mul_(1.01)),
         ("attribute", lambda model: setattr(model, "seen_9", torch.ones(2))),
     ],
 )

@@ -54,10 +54,6 @@ class Accumulates(Layered, first=6, second=(6, 3), rows=lambda: torch.tensor([0,
         return self.second(total.index_add(1, self.rows, h[:, :3]))
 
 
-def _plain(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).to("sim:0")
-
-
 def _same(pipe: nn.Module, plain: nn.Module, x: torch.Tensor) -> None:
     """One step with gradients, in micro-batches of three samples."""
     loss = pipe.forward_backward(x, loss_fn=lambda out: out.float().square().mean())
@@ -74,7 +70,7 @@ def _same(pipe: nn.Module, plain: nn.Module, x: torch.Tensor) -> None:
 def test_what_forward_does_on_a_device_is_what_is_recorded(simulated, make):
     torch.manual_seed(0)
     model = make()
-    plain, x = _plain(model), torch.randn(6, 6)
+    plain, x = copy.deepcopy(model).to("sim:0"), torch.randn(6, 6)
     with fxpipe.pipeline(model, DEVICES, 2, example_args=(x,)) as pipe:
         for seed in range(2):
             torch.manual_seed(seed)
@@ -87,7 +83,7 @@ def test_what_forward_does_on_a_device_is_what_is_recorded(simulated, make):
 def test_autocast_of_the_device_is_that_of_the_recording(simulated):
     torch.manual_seed(0)
     model = Accumulates()
-    plain, x = _plain(model), torch.randn(6, 6)
+    plain, x = copy.deepcopy(model).to("sim:0"), torch.randn(6, 6)
     with torch.autocast("sim", dtype=torch.bfloat16), fxpipe.pipeline(model, DEVICES, 2, example_args=(x,)) as pipe:
         assert all(p.dtype == torch.float32 for p in pipe.parameters())
         out = pipe(x)

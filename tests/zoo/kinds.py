@@ -144,15 +144,11 @@ def _diffusion(model: str, inputs: Callable[[], dict[str, Any]], **settings: Any
     _library("diffusion", model.partition("Transformer")[0].lower(), make)
 
 
-def _noise_levels() -> Tensor:
-    return torch.rand(BATCH)
-
-
 _diffusion(
     "FluxTransformer2DModel",
     lambda: {
         "hidden_states": vectors(16, 4), "encoder_hidden_states": vectors(5, 8), "pooled_projections": vectors(8),
-        "timestep": _noise_levels(), "img_ids": torch.rand(16, 3), "txt_ids": torch.zeros(5, 3),
+        "timestep": torch.rand(BATCH), "img_ids": torch.rand(16, 3), "txt_ids": torch.zeros(5, 3),
     },
     patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, joint_attention_dim=8, pooled_projection_dim=8,
     axes_dims_rope=(4, 6, 6),
@@ -160,15 +156,15 @@ _diffusion(
 _diffusion(
     "WanTransformer3DModel",
     lambda: {
-        "hidden_states": vectors(4, 2, 8, 8), "encoder_hidden_states": vectors(5, 16), "timestep": _noise_levels()
+        "hidden_states": vectors(4, 2, 8, 8), "encoder_hidden_states": vectors(5, 16), "timestep": torch.rand(BATCH)
     },
     in_channels=4, out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=2,
 )  # fmt: skip
 _diffusion(
     "HunyuanVideoTransformer3DModel",
     lambda: {
-        "hidden_states": vectors(4, 2, 8, 8), "encoder_hidden_states": vectors(5, 16), "timestep": _noise_levels(),
-        "encoder_attention_mask": torch.ones(BATCH, 5), "pooled_projections": vectors(8), "guidance": _noise_levels(),
+        "hidden_states": vectors(4, 2, 8, 8), "encoder_hidden_states": vectors(5, 16), "timestep": torch.rand(BATCH),
+        "encoder_attention_mask": torch.ones(BATCH, 5), "pooled_projections": vectors(8), "guidance": torch.rand(BATCH),
     },
     in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, num_refiner_layers=1, text_embed_dim=16,
     pooled_projection_dim=8, rope_axes_dim=(4, 6, 6),
@@ -176,7 +172,7 @@ _diffusion(
 _diffusion(
     "LTXVideoTransformer3DModel",
     lambda: {
-        "hidden_states": vectors(16, 4), "encoder_hidden_states": vectors(5, 16), "timestep": _noise_levels(),
+        "hidden_states": vectors(16, 4), "encoder_hidden_states": vectors(5, 16), "timestep": torch.rand(BATCH),
         "encoder_attention_mask": torch.ones(BATCH, 5), "num_frames": 1, "height": 4, "width": 4,
     },
     in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=32, caption_channels=16,

@@ -12,8 +12,7 @@ from typing import Any
 from helpers.answering import AnsweringProcess, NoAnswerError, serve
 from helpers.called_functions import called
 
-from zoo.entry import Entry
-from zoo.row import Row, Task
+from zoo.entry import Entry, Row, Task
 
 
 def rows_of(entry: Entry, tasks: Sequence[Task], limit: float, *, notes_calls: bool = False) -> list[Row]:

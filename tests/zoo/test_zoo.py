@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from zoo import BY_NAME, KINDS, OWN, select
+from zoo.entry import AT_SIZES, HANDED_OVER, MODES
 from zoo.processes import rows_of
 from zoo.reference import compare, direct_step
-from zoo.row import AT_SIZES, HANDED_OVER, MODES
 from zoo.sizes import MANY_GRAPHS, with_sizes
 from zoo.ways import run
 

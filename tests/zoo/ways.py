@@ -17,7 +17,7 @@ from fxpipe.errors import FxpipeError, InternalError, StateError
 from fxpipe.pipe.verification import SeededDraws, opaque_methods
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.utils.accelerator import mix_seed
-from zoo.entry import SEED, Call, Entry
+from zoo.entry import AT_SIZES, HANDED_OVER, IN_ONE, SEED, Call, Entry, Row
 from zoo.reference import (
     CHUNKS,
     STEP_SEED,
@@ -32,7 +32,6 @@ from zoo.reference import (
     step_of,
     weighted,
 )
-from zoo.row import AT_SIZES, HANDED_OVER, IN_ONE, Row
 from zoo.sizes import MANY_GRAPHS, with_sizes
 
 
@@ -101,12 +100,9 @@ def _judged(
         )
         found = _about(pipe) | {"plan_seconds": time.perf_counter() - start}
         verdict, message = judge(pipe)
-    except InternalError as error:
-        verdict, message = "fails", _text(error)
-    except FxpipeError as error:
-        verdict, message = "refused", _text(error)
     except Exception as error:
-        verdict, message = "fails", _text(error)
+        is_refusal = isinstance(error, FxpipeError) and not isinstance(error, InternalError)
+        verdict, message = "refused" if is_refusal else "fails", _text(error)
     finally:
         if pipe is not None:
             pipe.close()
