@@ -172,33 +172,32 @@ def test_a_models_loss_is_that_of_the_mini_batch(name):
                 assert_step(pipe, plain, ids, target, interleaved)
 
 
-def test_a_loss_function_may_go_on_with_it():
-    plain, pipe = pair(AFFINE["two counts"])
+def own_loss(out):
+    return out["loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "loss_fn", "reduction", "options"),
+    [
+        ("two counts", lambda out: out["loss"] / 4 + out["logits"].square().mean(), "mean", {}),
+        ("two terms", own_loss, "mean", {}),
+        ("a sum over a number", own_loss, "sum", {}),
+        ("a penalty", own_loss, "sum", {}),
+        ("two counts", own_loss, "mean", {"schedule": "zero_bubble", "checkpoint": "always"}),
+    ],
+)
+def test_forward_backward_goes_on_with_it_under_either_reduction(name, loss_fn, reduction, options):
+    plain, pipe = pair(AFFINE[name], **options)
     with pipe:
         for ids, target in batches():
             for model in (pipe, plain):
                 model.zero_grad()
-            out = plain(ids, target)
-            want = out["loss"] / 4 + out["logits"].square().mean()
+            output = plain(ids, target)
+            want = loss_fn(output)
             want.backward()
-            have = pipe.forward_backward(ids, target, loss_fn=lambda o: o["loss"] / 4 + o["logits"].square().mean())
+            have, out = pipe.forward_backward(ids, target, loss_fn=loss_fn, reduction=reduction, return_outputs=True)
             assert_trained(pipe, plain, have, want)
-
-
-@pytest.mark.parametrize(
-    ("name", "reduction"), [("two terms", "mean"), ("a sum over a number", "sum"), ("a penalty", "sum")]
-)
-def test_either_reduction_is_right_for_what_the_pipe_puts_together(name, reduction):
-    plain, pipe = pair(AFFINE[name])
-    with pipe:
-        ids, target = next(batches())
-        want = plain(ids, target)["loss"]
-        want.backward()
-        have, out = pipe.forward_backward(
-            ids, target, loss_fn=lambda o: o["loss"], reduction=reduction, return_outputs=True
-        )
-        assert_trained(pipe, plain, have, want)
-        torch.testing.assert_close(out["loss"], want.detach())
+            torch.testing.assert_close(out["loss"], output["loss"].detach())
 
 
 def test_pairs_weigh_the_loss_of_each_micro_batch():
@@ -243,13 +242,6 @@ def test_a_loss_in_few_digits_is_summed_in_more():
         torch.testing.assert_close(pipe(ids, target)["loss"], plain(ids, target)["loss"])
 
 
-def test_other_schedules_and_recomputing():
-    plain, pipe = pair(AFFINE["two counts"], schedule="zero_bubble", checkpoint="always")
-    with pipe:
-        for ids, target in batches():
-            assert_step(pipe, plain, ids, target, interleaved=True)
-
-
 # -- out_dims by field -----------------------------------------------------------------------------------------------
 
 
@@ -259,17 +251,6 @@ def test_one_field_may_be_told_and_the_others_are_found():
     assert traced.out_dims == (0, "sum")
     with pytest.raises(ArgumentError, match="it has no 'lost', but 'logits', 'loss'"):
         fxpipe.trace(OwnLoss(AFFINE["two terms"]), example, out_dims={"lost": "sum"})
-
-
-def test_one_field_of_an_output_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.BertConfig(vocab_size=11, max_position_embeddings=8, num_labels=3, **sizes)
-    model = transformers.BertForSequenceClassification(config).eval()
-    inputs = {"input_ids": torch.randint(0, 11, (4, 5)), "labels": torch.tensor([0, 1, 2, 1])}
-    told = fxpipe.trace(model, (), inputs, out_dims={"loss": "mean"})
-    assert told.out_dims == ("mean", 0)
-    assert fxpipe.trace(model, (), {"input_ids": inputs["input_ids"]}, out_dims={"loss": "mean"}).out_dims == (0,)
 
 
 @pytest.mark.parametrize("as_tensor", [True, False])
@@ -331,16 +312,6 @@ def counts(t):
     return (t != IGNORED).sum(1).float()
 
 
-@pytest.mark.parametrize("loss", MIXED.values(), ids=MIXED.keys())
-def test_a_loss_in_which_samples_meet_is_taken_of_all_of_them(loss):
-    """The example has no padding, and values of the example say nothing of other batches."""
-    assert_planned_without_padding_is_right_with_it(loss)
-    even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
-    model = OwnLoss(loss)
-    with fxpipe.pipeline(model, ["cpu"], 3, example_args=even, out_dims={"loss": "mean"}) as pipe:
-        pipe.forward_backward(even[0], labels(6, 1), loss_fn=lambda out: out["logits"].square().mean())
-
-
 def added_to_zeros(_, y, t):
     loss = torch.zeros(())
     loss.add_(entropy(y, t))
@@ -371,14 +342,12 @@ def margins(_, y, t):
     return F.triplet_margin_loss(y[:, 0], y[:, 1], y[:, 2]) + F.multi_margin_loss(y[:, 0], t[:, 0].clamp(min=0))
 
 
-@pytest.mark.parametrize(
-    "loss", [added_to_zeros, written_to_zeros, weighted_errors, chosen_soft_targets, variances, margins]
-)
+EVEN = [added_to_zeros, written_to_zeros, weighted_errors, chosen_soft_targets, variances, margins]
+
+
+@pytest.mark.parametrize("loss", [*MIXED.values(), *EVEN], ids=[*MIXED, *(loss.__name__ for loss in EVEN)])
 def test_losses_planned_without_padding_are_right_with_it(loss):
-    assert_planned_without_padding_is_right_with_it(loss)
-
-
-def assert_planned_without_padding_is_right_with_it(loss):
+    """The example has no padding, and values of the example say nothing of other batches."""
     torch.manual_seed(0)
     even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
     model = OwnLoss(loss)

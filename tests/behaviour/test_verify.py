@@ -266,13 +266,8 @@ def test_rounding_in_the_modules_of_the_loss_is_allowed():
     assert all(0 < one.allowed < 1e-4 for one in own)
 
 
-class Shifted(nn.Module):
+class Shifted(Layered, a=3, b=3, first=nn.Dropout, second=nn.Dropout, bias=lambda: nn.Parameter(torch.randn(3))):
     """The bias gets a gradient of either sign, of two modules whose outputs have one shape."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3), nn.Dropout(0.0), nn.Dropout(0.0)
-        self.bias = nn.Parameter(torch.randn(3))
 
     def forward(self, x):
         x = self.a(x)
@@ -302,21 +297,12 @@ class Stop(torch.autograd.Function):
         return None
 
 
-class Stopped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+class Stopped(Layered, a=4, b=4, c=4):
+    """Autograd calls the hooks of an output without a gradient all the same, with None."""
 
     def forward(self, x):
         x = self.a(x)
         return self.c(x + Stop.apply(self.b(x)))
-
-
-def test_a_module_whose_output_has_no_gradient_is_compared():
-    """Autograd calls the hooks of its output all the same, with None."""
-    x = torch.randn(8, 4)
-    with fxpipe.pipeline(Stopped(), ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
-        assert fxpipe.verify(pipe, x)
 
 
 class PerSample(Layered, inner=4):
@@ -326,7 +312,8 @@ class PerSample(Layered, inner=4):
         return torch.func.vmap(torch.func.grad(lambda row: self.inner(row).square().sum()))(x)
 
 
-def test_transforms_of_functions_are_compared():
-    model, x = nn.Sequential(nn.Linear(4, 4), PerSample(), nn.Linear(4, 4)), torch.randn(8, 4)
+@pytest.mark.parametrize("middle", [Stopped, PerSample])
+def test_modules_without_gradients_and_transforms_of_functions_are_compared(middle):
+    model, x = nn.Sequential(nn.Linear(4, 4), middle(), nn.Linear(4, 4)), torch.randn(8, 4)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
         assert fxpipe.verify(pipe, x, target=torch.randn(8, 4), loss_fn=F.mse_loss)
