@@ -91,34 +91,6 @@ def test_the_error_on_other_ranks_tells_the_line_of_the_model(two_ranks):
     assert loss == other
 
 
-def fail_in_hook(mesh):
-    pipe = pipe_on(mesh)
-    x, t = torch.ones(8, 4), torch.zeros(8, 4)
-    pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
-    before = [p.grad.clone() for p in pipe.parameters()]
-
-    def hook(gradient):
-        raise KeyError("hook")
-
-    handle = None
-    if mesh.get_rank() == 0:
-        handle = [*pipe.parameters()][-1].register_hook(hook)
-    result = raised(pipe.forward_backward, x, target=t, loss_fn=F.mse_loss)
-    assert all(map(torch.equal, before, [p.grad for p in pipe.parameters()]))
-    if handle is not None:
-        handle.remove()
-    pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
-    assert all(torch.equal(2 * gradient, p.grad) for gradient, p in zip(before, pipe.parameters(), strict=True))
-    return result
-
-
-def test_a_hook_that_fails_on_one_rank_leaves_no_gradients_on_any(two_ranks):
-    ours, theirs = two_ranks.run(fail_in_hook)
-    assert ours[0] is KeyError
-    assert theirs[0] is DistributedError
-    assert "rank 0 has failed" in theirs[1]
-
-
 def fail_to_record(mesh):
     pipe, kinds = fxpipe.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, 2, **QUICK), []
     for x in (torch.ones(8, 4), torch.ones(8, 3, 4)):  # the first makes the plan
