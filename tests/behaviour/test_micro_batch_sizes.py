@@ -25,24 +25,12 @@ class Model(nn.Module):
         return self.b(self.middle(self.a(x)))
 
 
-def _branch(y: torch.Tensor) -> torch.Tensor:
-    return y * 2 if y.shape[0] > 5 else y + 1
-
-
-def _bool(y: torch.Tensor) -> torch.Tensor:
-    return y + 1 if y.shape[0] - 4 else y
-
-
-def _by_two(y: torch.Tensor) -> torch.Tensor:
-    return y * 2 if y.shape[0] % 2 else y
-
-
 FORWARDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "max": lambda y: y * max(*y.shape),
     "min": lambda y: y * min(*y.shape),
-    "comparison": _branch,
-    "bool": _bool,
-    "remainder": _by_two,
+    "comparison": lambda y: y * 2 if y.shape[0] > 5 else y + 1,
+    "bool": lambda y: y + 1 if y.shape[0] - 4 else y,
+    "remainder": lambda y: y * 2 if y.shape[0] % 2 else y,
     "key that is there": lambda y: y * SCALES.get(y.shape[0], 1.0),
     "key in a set": lambda y: y * 2 if y.shape[0] in {8, 16} else y,
 }
@@ -108,23 +96,15 @@ def test_a_size_of_the_last_micro_batch_is_asked_as_well() -> None:
 
 NUMBERS: dict[str, Any] = {
     "// 2 * 2": lambda x: x.shape[0] // 2 * 2,
-    "// 4 * 4": lambda x: x.shape[0] // 4 * 4,
     "minus the rest": lambda x: x.size(0) - x.shape[0] % 4,
     "& ~1": lambda x: x.shape[0] & ~1,
-    "~~": lambda x: ~(~x.shape[0]) // 2 * 2,
     ">> <<": lambda x: x.shape[0] >> 1 << 1,
     "min": lambda x: min(x.shape[0], 4),
     "bit_length": lambda x: 1 << (x.shape[0].bit_length() - 1),
     "ceil": lambda x: math.ceil(x.shape[0] / 2) * 2,
-    "real": lambda x: x.shape[0].real // 2 * 2,
     "text": lambda x: int(f"{x.shape[0]}") // 2 * 2,
     "range": lambda x: len(range(x.shape[0])) // 2 * 2,
     "list": lambda x: len([0] * x.shape[0]) & ~1,
-    "percent": lambda x: int("%d" % x.shape[0]) // 2 * 2,  # noqa: UP031
-    "len // 2 * 2": lambda x: len(x) // 2 * 2,
-    "len & ~1": lambda x: len(x) & ~1,
-    "len min": lambda x: min(len(x), 4),
-    "len bit_length": lambda x: 1 << (len(x).bit_length() - 1),
     "len range": lambda x: len(range(0, len(x), 2)) * 2,
     "len log2": lambda x: 2 ** int(math.log2(len(x))),
     "len branch": lambda x: 4 if len(x) > 3 else len(x),

@@ -8,11 +8,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.layered import Layered
-from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, padded_loss, token_loss, tokens
+from helpers.rank_models import (
+    DENSE_CUTS,
+    MIXED_CUTS,
+    Dense,
+    Mixed,
+    assert_parts,
+    matching_loss,
+    padded_loss,
+    token_loss,
+    tokens,
+)
+from helpers.ranks import square_mesh
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError, LossError, StateError
+from fxpipe.errors import ArgumentError, FxpipeError, LossError, StateError
 
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}
 LOOPED = ("interleaved_1f1b", "interleaved_zero_bubble")
@@ -80,9 +91,7 @@ def test_each_rank_steps_its_own_parameters_and_a_tied_weight_alike(two_ranks):
         want.zero_grad()
     parts = two_ranks.run(step_of_stages_on_rank)
     assert [states for _, states in parts] == [2, 2]
-    for part, _ in parts:
-        for key, value in part.items():
-            assert torch.equal(value, model.state_dict()[key]), key
+    assert_parts([part for part, _ in parts], model.state_dict())
 
 
 def model_of(kind, batches):
@@ -101,17 +110,9 @@ def same_as_in_one_process(ranks, kind, batches, loss_fn, stages, **options):
     model, data, cuts = model_of(kind, batches)
     results = ranks.run(train_on_rank, kind, batches, loss_fn, stages, options)
     one = trained(["cpu"] * ranks.size, model, data, loss_fn, False, balance=cuts[stages], **options)
-    keys = set()
-    for losses, gradients, state in results:
-        assert all(map(torch.equal, losses, one[0]))
-        for name, gradient in gradients.items():
-            assert torch.equal(gradient, one[1][name]), name
-        for key, value in state.items():
-            assert torch.equal(value, one[2][key]), key
-        keys |= state.keys()
-    assert keys == model.state_dict().keys()
-    assert {name for _, gradients, _ in results for name in gradients} == dict(model.named_parameters()).keys()
-    return results
+    assert all(all(map(torch.equal, losses, one[0])) for losses, *_ in results)
+    assert_parts([gradients for _, gradients, _ in results], one[1])
+    assert_parts([state for *_, state in results], one[2])
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", *LOOPED, "zbv"])
@@ -166,10 +167,6 @@ class Contrast(Dense):
 
 def taken_loss(out, target):
     return out
-
-
-def matching_loss(out, target):
-    return F.cross_entropy(out @ target.T, torch.arange(len(target)))
 
 
 @pytest.mark.parametrize(
@@ -347,14 +344,14 @@ def test_each_rank_has_the_record_of_its_row_and_all_together_that_of_the_step(t
 # -- Graphs beside the first one -------------------------------------------------------------------------------------
 
 
-class Winding(Layered, first=4, second=4, third=4, seen=lambda: torch.zeros(4)):
+class Winding(Layered, first=4, second=4, third=4, drop=lambda: nn.Dropout(0.3), seen=lambda: torch.zeros(4)):
     """Takes other ways than those it was planned for: they use a weight, or change a buffer, in another stage."""
 
     def forward(self, x, way=0):
         if way == 1:
             self.seen += x.detach().sum(0)
         x = torch.tanh(self.first(x))
-        x = torch.tanh(self.second(x))
+        x = self.drop(torch.tanh(self.second(x)))
         x = torch.tanh(self.third(x))
         if way == 0:
             self.seen += x.detach().sum(0)
@@ -392,14 +389,10 @@ def test_a_graph_that_uses_weights_and_buffers_of_another_rank_borrows_them(two_
     ways = (0, 2, 1, 2, 0, 2)
     results = two_ranks.run(wind_on_rank, ways, is_meta)
     losses, gradients, state = wind(["cpu"] * 2, ways, False)
-    for own_losses, own_gradients, own_state in results:
-        assert own_losses[:-1] == losses[:-1]
-        for name, gradient in own_gradients.items():
-            assert torch.equal(gradient, gradients[name]), name
-        for key, value in own_state.items():
-            assert torch.equal(value, state[key]), key
+    assert all(own[:-1] == losses[:-1] for own, *_ in results)
     assert torch.equal(results[1][0][-1], losses[-1])
-    assert {name for _, own, _ in results for name in own} == gradients.keys()
+    assert_parts([own for _, own, _ in results], gradients)
+    assert_parts([own for *_, own in results], state)
 
 
 # -- Plans -----------------------------------------------------------------------------------------------------------
@@ -476,3 +469,167 @@ def test_what_all_samples_share_is_computed_for_all_of_them(two_ranks):
     assert {*gradients, *more} == {name for name, _ in model.named_parameters()}
     for name, gradient in (gradients | more).items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+# -- Micro-batches that are handed over: their number and sizes may be others in each step ---------------------------
+
+# By step, the (samples, length, seed) of micro-batches.
+PARTS = [
+    [(3, 5, 1), (2, 5, 2)],
+    [(1, 5, 3), (4, 5, 4), (2, 5, 5)],
+    [(3, 7, 6), (2, 5, 7)],
+    [(2, 9, 8), (3, 6, 9), (2, 7, 10)],
+    [(4, 5, 11)],
+    [(3, 5, 12), (2, 5, 13)],
+]
+
+
+class Meeting(Layered, first=4, last=4):
+    """Takes the mean of all samples."""
+
+    def forward(self, x):
+        y = torch.tanh(self.first(x))
+        return self.last(y - y.mean(0))
+
+
+def trained_on_parts(pipe, steps, loss_fn, is_over_ranks=True):
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
+    torch.manual_seed(5)
+    losses, outputs = [], []
+    for step in steps:
+        optimizer.zero_grad()
+        if is_over_ranks:  # nobody is given what it does not need
+            step = [(x if pipe.needs_inputs else (), t if pipe.needs_target else None) for x, t in step]
+        step = step if not is_over_ranks or pipe.needs_inputs or pipe.needs_target else ()
+        loss, out = pipe.forward_backward(micro_batches=iter(step), loss_fn=loss_fn, return_outputs=True)
+        losses.append(loss)
+        outputs.append(out)
+        gradients = {name: None if p.grad is None else p.grad.clone() for name, p in pipe.named_parameters()}
+        optimizer.step()
+    return losses, outputs, gradients, {key: value.clone() for key, value in pipe.state_dict().items()}
+
+
+def work(kind):
+    torch.manual_seed(0)
+    if kind == "mixed":
+        return Mixed(), [[tokens(*batch) for batch in step] for step in PARTS], {"balance": MIXED_CUTS[2]}
+    if kind == "meeting":
+        steps = [[(torch.randn(b, 4), torch.randn(b, 4)) for b in sizes] for sizes in ((3, 2), (4, 3, 1))]
+        return Meeting(), steps, {"chunks": 1}
+    steps = [[(0, 3), (2, 2)], [(2, 1), (0, 4), (2, 2)], [(0, 2), (0, 3)]]
+    batches = [[((torch.randn(b, 4), way), torch.randn(b, 4)) for way, b in step] for step in steps]
+    return Winding(), batches, {"balance": ["second"]}
+
+
+def pipe_of(kind, devices, options):
+    model, steps, own = work(kind)
+    x, _ = steps[0][0]
+    example = x if isinstance(x, tuple) else (x,)
+    return fxpipe.pipeline(model, devices, example_args=example, **QUICK | own | options), steps
+
+
+def train_on_parts(mesh, kind, loss_fn, options):
+    return trained_on_parts(*pipe_of(kind, mesh, options), loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_fn", "options"),
+    [
+        ("mixed", token_loss, {}),
+        ("mixed", padded_loss, {"schedule": "zero_bubble"}),
+        ("winding", F.mse_loss, {}),
+        ("meeting", F.mse_loss, {}),
+    ],
+)
+def test_micro_batches_have_the_bits_of_one_process(two_ranks, kind, loss_fn, options):
+    results = two_ranks.run(train_on_parts, kind, loss_fn, options)
+    losses, outputs, gradients, state = trained_on_parts(
+        *pipe_of(kind, ["cpu"] * 2, options), loss_fn, is_over_ranks=False
+    )
+    assert all(all(map(torch.equal, own, losses)) for own, *_ in results)
+    assert_parts([own for _, _, own, _ in results], gradients)
+    assert_parts([own for *_, own in results], state)
+    (_, ours, *_), (_, theirs, *_) = results
+    assert ours[0] is None
+    for own, expected in zip(theirs, outputs, strict=True):
+        assert all(map(torch.equal, own, expected))
+
+
+def train_replica(mesh, loss_fn):
+    mesh = square_mesh()
+    replica = mesh["data"].get_local_rank()
+    torch.manual_seed(0)
+    pipe = fxpipe.pipeline(
+        Mixed(0.0), mesh["pipe"], 2, data_parallel=mesh["data"], balance=MIXED_CUTS[2],
+        example_args=(tokens(4, 5, 0)[0],), **QUICK,
+    )  # fmt: skip
+    results = []
+    for step in range(2):
+        parts = [tokens(*batch) for batch in PARTS[2 * step + replica]]
+        pipe.zero_grad()
+        loss = pipe.forward_backward(micro_batches=parts, loss_fn=loss_fn)
+        results.append((loss, {name: p.grad.clone() for name, p in pipe.named_parameters()}))
+    return results
+
+
+@pytest.mark.parametrize("loss_fn", [token_loss, padded_loss])
+def test_micro_batches_of_replicas_count_by_their_samples_or_weights(four_ranks, loss_fn):
+    results = four_ranks.run(train_replica, loss_fn)
+    torch.manual_seed(0)
+    model = Mixed(0.0)
+    for step in range(2):
+        model.zero_grad()
+        pairs = []
+        for x, t in (tokens(*batch) for replica in range(2) for batch in PARTS[2 * step + replica]):
+            value = loss_fn(model(x), t)
+            pairs.append(value if isinstance(value, tuple) else (value * len(x), len(x)))
+        loss = sum(total for total, _ in pairs) / sum(weight for _, weight in pairs)
+        loss.backward()
+        expected = {name: p.grad for name, p in model.named_parameters()}
+        for of_rank in results:
+            own, gradients = of_rank[step]
+            torch.testing.assert_close(own, loss.detach())
+            torch.testing.assert_close(gradients, {name: expected[name] for name in gradients})
+
+
+def plan_late(mesh):
+    torch.manual_seed(0)
+    pipe = fxpipe.pipeline(Mixed(), mesh, 2, balance=MIXED_CUTS[2], **QUICK)
+    rank = mesh.get_rank()
+    parts = [tokens(*batch) for batch in PARTS[3]]
+    loss = pipe.forward_backward(micro_batches=parts, loss_fn=token_loss).item()
+
+    def text_of(**arguments):
+        with pytest.raises(FxpipeError) as caught:
+            pipe.forward_backward(**{"loss_fn": token_loss} | arguments)
+        return str(caught.value)
+
+    texts = [
+        text_of(micro_batches=()),
+        text_of(micro_batches=parts[: 2 + rank]),
+        text_of(micro_batches=parts, target=parts[0][1]),
+        text_of(micro_batches=3),
+    ]
+    if rank:
+        with pytest.raises(FxpipeError) as caught:
+            pipe.forward_backward(target=parts[0][1], loss_fn=token_loss)
+        texts.append(str(caught.value))
+    else:
+        texts.append(text_of(micro_batches=parts))
+    assert pipe.forward_backward(micro_batches=parts, loss_fn=token_loss) > 0
+    return loss, texts
+
+
+def test_the_first_micro_batches_make_the_plan_and_misuse_is_an_error_on_all_ranks(two_ranks):
+    results = two_ranks.run(plan_late)
+    assert results[0][0] == results[1][0]
+    words = [
+        "has the first stage and needs the micro_batches",
+        "was given 3 micro_batches, and rank 0, of the first stage, 2",
+        "micro_batches and inputs or a target beside them",
+        "micro_batches is an int",
+        "with micro_batches",
+    ]
+    for _, texts in results:
+        for text, word in zip(texts, words, strict=True):
+            assert word in text

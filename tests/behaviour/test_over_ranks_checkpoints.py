@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.oracle import accumulate_gradients
 from helpers.rank_models import MIXED_CUTS, Mixed, token_loss, tokens
 from helpers.ranks import Ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -17,16 +18,8 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # keys by parameter:
 def pipe_and_optimizer(devices, stages, seed):
     torch.manual_seed(seed)
     x, _ = tokens(7, 5, 1)
-    pipe = fxpipe.pipeline(
-        Mixed(0.0),
-        devices,
-        3,
-        example_args=(x,),
-        balance=MIXED_CUTS[stages],
-        progress=False,
-        check=False,
-        hardware="cpu",
-    )
+    options = {"balance": MIXED_CUTS[stages], "progress": False, "check": False, "hardware": "cpu"}
+    pipe = fxpipe.pipeline(Mixed(0.0), devices, 3, example_args=(x,), **options)
     return pipe, torch.optim.Adam(pipe.parameters(), 0.01)
 
 
@@ -92,13 +85,8 @@ def train_plainly(model, optimizer, seeds):
     """Trains the plain model over the same micro-batches."""
     losses = []
     for seed in seeds:
-        x, t = tokens(7, 5, seed)
-        parts = [
-            token_loss(model(part), target) * (len(part) / len(x))
-            for part, target in zip(x.tensor_split(3), t.tensor_split(3), strict=True)
-        ]
-        sum(parts).backward()
-        losses.append(sum(parts).item())
+        parts = zip(*(value.tensor_split(3) for value in tokens(7, 5, seed)), strict=True)
+        losses.append(accumulate_gradients(model, [*parts], token_loss)[0].item())
         optimizer.step()
         optimizer.zero_grad()
     return losses

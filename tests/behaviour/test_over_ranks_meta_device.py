@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from helpers.layered import Layered
-from helpers.rank_models import MIXED_CUTS, Mixed, token_loss, tokens
+from helpers.rank_models import MIXED_CUTS, Mixed, assert_parts, token_loss, tokens
 from helpers.ranks import Ranks
 from safetensors.torch import save_model
 from torch import nn
@@ -20,7 +20,6 @@ import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError, StateError
 
 QUICK = {"progress": False, "hardware": "cpu"}
-BATCHES = [(7, 5, 1), (7, 5, 2), (7, 9, 3), (6, 5, 4), (6, 30, 5), (7, 22, 6)]  # of samples, of lengths, seeds
 
 
 def on_meta(make, *arguments):
@@ -39,17 +38,6 @@ def plain_mixed():
     return Mixed(0.0)
 
 
-def merged(results):
-    """The values of all ranks by key; what several have is the same."""
-    whole = {}
-    for part in results:
-        for key, value in part.items():
-            assert not value.is_meta, key
-            assert key not in whole or torch.equal(whole[key], value), key
-            whole[key] = value
-    return whole
-
-
 # -- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -59,83 +47,10 @@ def save_quietly(state, folder):
         dcp.save(state, checkpoint_id=folder)
 
 
-def save_pipe(mesh, folder):
-    x, _ = tokens(7, 5, 1)
-    pipe = fxpipe.pipeline(plain_mixed(), mesh, 3, example_args=(x,), balance=MIXED_CUTS[mesh.size()], **QUICK)
-    dcp.save(pipe.state_dict(), checkpoint_id=folder)
-
-
-def trained_steps(pipe, optimizer):
-    losses, gradients = [], {}
-    for batch in BATCHES:
-        x, t = tokens(*batch)
-        optimizer.zero_grad()
-        losses.append(pipe.forward_backward(x, target=t, loss_fn=token_loss).item())
-        gradients = {name: p.grad.clone() for name, p in pipe.named_parameters()}
-        optimizer.step()
-    pipe.eval()
-    with torch.no_grad():
-        output = pipe(tokens(7, 5, 5)[0])
-    return losses, gradients, output
-
-
-def plain_steps(model):
-    """The same of the plain model over the same micro-batches."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), []
-    for batch in BATCHES:
-        x, t = tokens(*batch)
-        optimizer.zero_grad()
-        total = 0.0
-        for part, target in zip(x.tensor_split(3), t.tensor_split(3), strict=True):
-            loss = token_loss(model(part), target) * (len(part) / len(x))
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        optimizer.step()
-    with torch.no_grad():
-        output = model.eval()(tokens(7, 5, 5)[0])
-    return losses, gradients, output
-
-
-def train_loaded(mesh, path):
-    pipe = meta_pipe(mesh)
-    optimizer = torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)  # of parameters that have no values yet
-    fxpipe.distributed.load(pipe, path)
-    loaded = {name: value.clone() for name, value in pipe.state_dict().items()}
-    elsewhere = [name for name, p in pipe.model.named_parameters() if p.is_meta]
-    losses, gradients, output = trained_steps(pipe, optimizer)
-    assert [name for name, p in pipe.model.named_parameters() if p.is_meta] == elsewhere
-    return loaded, losses, gradients, output, elsewhere, dict(pipe.state_dict())
-
-
-def check_against_plain(results, model):
-    for name, value in merged([loaded for loaded, *_ in results]).items():
-        assert torch.equal(value, model.state_dict()[name]), name
-    losses, gradients, output = plain_steps(model)
-    for _, own_losses, own_gradients, own_output, elsewhere, _ in results:
-        assert elsewhere
-        torch.testing.assert_close(own_losses, losses)
-        torch.testing.assert_close(own_gradients, {name: gradients[name] for name in own_gradients})
-        if own_output is not None:
-            torch.testing.assert_close(own_output, output)
-    assert {name for _, _, own, *_ in results for name in own} == gradients.keys()
-    state = merged([state for *_, state in results])
-    assert state.keys() == model.state_dict().keys()
-    torch.testing.assert_close(state, dict(model.state_dict()))
-
-
-def test_four_ranks_load_what_two_have_saved_and_train_as_the_plain_model(two_ranks, four_ranks, tmp_path):
-    two_ranks.run(save_pipe, str(tmp_path))
-    results = four_ranks.run(train_loaded, str(tmp_path))
-    check_against_plain(results, plain_mixed())
-    assert all(set(own).isdisjoint(elsewhere) for _, _, own, _, elsewhere, _ in results)
-
-
 def refused_checkpoints(mesh, folder):
     pipe, folder = meta_pipe(mesh), Path(folder)
     texts = []
-    for name, key in [("less", ""), ("more", ""), ("more", "modul"), ("wide", ""), ("untied", ""), ("nowhere", "")]:
+    for name, key in [("less", ""), ("more", ""), ("more", "modul"), ("wide", ""), ("untied", "")]:
         with pytest.raises((ArgumentError, DistributedError)) as caught:
             fxpipe.distributed.load(pipe, folder / name, key=key)
         texts.append(str(caught.value))
@@ -158,16 +73,14 @@ def test_checkpoints_that_do_not_fit_are_one_error_on_all_ranks(two_ranks, tmp_p
     save_quietly({k: v for k, v in state.items() if k not in ("l.0.bias", "norm.weight")} | {"x": state["l.0.bias"]},
                  tmp_path / "less")  # fmt: skip
     (ours, kept), (theirs, theirs_kept) = two_ranks.run(refused_checkpoints, str(tmp_path))
-    less, more, wrong_key, wide, _, _, no_values = ours
-    assert [*ours[:4], no_values] == [*theirs[:4], theirs[6]]
+    less, more, wrong_key, wide, _, no_values = ours
+    assert [*ours[:4], no_values] == [*theirs[:4], theirs[5]]
     assert "does not fit the model: it lacks 'l.0.bias', 'norm.weight'; it has 'x', which the model has not" in less
     assert "give key='model'" in more
     assert "Its keys begin with 'model'" in wrong_key
     assert "'l.0.weight' ((8, 9), in the model (8, 8))" in wide
     assert "'l.3.bias' ((), in the model (8,))" in wide
-    for texts in (ours, theirs):
-        assert "'emb.weight' and 'head.weight' are one tied weight" in texts[4]
-        assert "there is no checkpoint" in texts[5]
+    assert all("'emb.weight' and 'head.weight' are one tied weight" in texts[4] for texts in (ours, theirs))
     assert "without values after fxpipe.distributed.load: 'l.0.bias', 'norm.weight'" in no_values
     assert (kept, theirs_kept) == (["l.0.bias"], ["norm.weight", "norm.bias"])  # zeros are what both have
 
@@ -203,7 +116,11 @@ def train_initialized(mesh, make, seed, cuts, steps):
     fxpipe.distributed.initialize(pipe)
     following = torch.rand(3)
     state = {name: value.clone() for name, value in pipe.state_dict().items()}
+    elsewhere = [name for name, p in pipe.model.named_parameters() if p.is_meta]
     losses = [pipe.forward_backward(x, target=t, loss_fn=token_loss).item() for _ in range(steps)]
+    assert elsewhere == [name for name, p in pipe.model.named_parameters() if p.is_meta]
+    assert not {*elsewhere} & {*dict(pipe.named_parameters())}
+    assert elsewhere
     return state, following, losses, {name: p.grad for name, p in pipe.named_parameters()}
 
 
@@ -214,10 +131,7 @@ def test_an_initialized_pipe_has_the_weights_of_the_plain_model_made_with_the_se
     torch.manual_seed(3)
     model = Layers()
     following = torch.rand(3)
-    state = merged([state for state, *_ in results])
-    assert state.keys() == model.state_dict().keys()
-    for name, value in model.state_dict().items():
-        assert torch.equal(state[name], value), name
+    assert_parts([state for state, *_ in results], model.state_dict())
     x, t = tokens(6, 5, 1)
     losses = []
     for _ in range(2):
@@ -249,15 +163,10 @@ class Block(Layered, inner=8, outer=8, rotary=Rotary, scale=lambda: nn.Parameter
         return self.outer(torch.tanh(self.inner(self.rotary(x)))) * self.scale
 
 
-class Tables(nn.Module):
-    """Tied weights, and values that only a function of the user's knows to compute."""
-
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.emb.weight
+class Tables(
+    Layered, emb=lambda: nn.Embedding(11, 8), blocks=lambda: nn.ModuleList(Block() for _ in range(2)), head=(8, 11)
+):
+    """Values that only a function of the user's knows to compute."""
 
     def forward(self, ids):
         x = self.emb(ids)
@@ -278,8 +187,7 @@ def fill_tables(module):
         module.outer.bias.data.zero_()
     elif isinstance(module, nn.Linear):
         nn.init.orthogonal_(module.weight)
-        if module.bias is not None:
-            module.bias.data.uniform_(-0.1, 0.1)
+        module.bias.data.uniform_(-0.1, 0.1)
     elif isinstance(module, nn.Embedding):
         module.weight.data.normal_(0.0, 0.5)
 
@@ -326,10 +234,7 @@ def test_what_init_computes_is_named_until_a_function_of_the_user_fills_it(two_r
     torch.manual_seed(3)
     with torch.no_grad():
         model.apply(fill_tables)
-    state = merged([state for _, state, _ in results])
-    assert state.keys() == model.state_dict().keys()
-    for name, value in model.state_dict().items():
-        assert torch.equal(state[name], value), name
+    assert_parts([state for _, state, _ in results], model.state_dict())
     x, t = tokens(6, 5, 1)
     expected = [token_loss(one(x), t).item() for one in (model, loaded, loaded)]
     for _, _, losses in results:
@@ -364,8 +269,7 @@ def test_replicas_are_initialized_alike(four_ranks):
     results = four_ranks.run(train_replicas)
     torch.manual_seed(3)
     model = Layers()
-    state = merged([state for state, *_ in results])
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert_parts([state for state, *_ in results], model.state_dict())
     x, t = tokens(6, 5, 1)
     parts = [piece for own in (slice(3), slice(3, 6)) for piece in zip(x[own].split(2), t[own].split(2), strict=True)]
     loss = sum(token_loss(model(part), target) * (len(part) / 6) for part, target in parts)
@@ -460,8 +364,6 @@ def misuse(mesh):
     unplanned = fxpipe.pipeline(on_meta(Mixed), mesh, 3, **QUICK)
     with pytest.raises(StateError, match="example_args"):
         fxpipe.distributed.initialize(unplanned)
-    with pytest.raises(ArgumentTypeError, match=r"pipe is a Mixed; expected what fxpipe\.pipeline"):
-        fxpipe.distributed.load(on_meta(Mixed), "x")
     with pytest.raises(ArgumentTypeError, match="init_fn is a str"):
         fxpipe.distributed.initialize(unplanned, "normal")
     model = Mixed() if mesh.get_rank() else on_meta(Mixed)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracle
-from helpers.optimized_model import CHUNKS, batches, model_of, piped
+from helpers.optimized_model import CHUNKS, assert_same_training, batches, model_of, piped
 from torch.optim import lr_scheduler
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError, StateError
@@ -16,17 +16,6 @@ from fxpipe.optim import StageOptimizer
 
 def adam(pipe, **options):
     return StageOptimizer(pipe, torch.optim.Adam, lr=1e-2, overlap=True, **options)
-
-
-def assert_same(plain, want, model, have, loose=False):
-    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert torch.allclose(other, one, atol=1e-5) if loose else torch.equal(other, one), name
-        assert other.grad is None
-    one, other = want.state_dict()["state"], have.state_dict()["state"]
-    assert [*other] == [*one]
-    for key, state in one.items():
-        for name, value in state.items():
-            assert torch.allclose(other[key][name], value, atol=1e-5) if loose else torch.equal(other[key][name], value)
 
 
 def plain_step(plain, want, x, t, loss_fn=F.mse_loss):
@@ -54,7 +43,8 @@ def test_steps_come_to_the_weights_and_state_of_the_plain_optimizer(overlap):
             assert loss == plain_step(plain, want, x, t)
             for scheduler in schedulers:
                 scheduler.step()
-        assert_same(plain, want, model, have)
+        assert_same_training(plain, want, model, have)
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -79,7 +69,7 @@ def test_weights_of_several_stages_change_when_all_have_gone_back(devices, optio
             pipe.forward_backward(x, target=t, loss_fn=F.mse_loss, optimizer=have)
             plain_step(plain, want, x, t)
         assert len(updates_of(pipe.last_step)) == len(pipe.plan.stages)
-        assert_same(plain, want, model, have, loose=True)  # sums over stages, and the order of backward
+        assert_same_training(plain, want, model, have, loose=True)  # sums over stages, and the order of backward
 
 
 def test_gradients_of_steps_before_it_and_micro_batches_and_weighted_losses_count():
@@ -102,7 +92,7 @@ def test_gradients_of_steps_before_it_and_micro_batches_and_weighted_losses_coun
             want.step()
             want.zero_grad()
             assert updates_of(pipe.last_step) == ["1U1", "0U1"] or updates_of(pipe.last_step) == ["0U1", "1U1"]
-        assert_same(plain, want, model, have, loose=True)
+        assert_same_training(plain, want, model, have, loose=True)
 
 
 def test_what_the_optimizer_does_not_hold_has_its_gradient_and_hooks_fire_once():

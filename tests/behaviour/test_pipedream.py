@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-import subprocess
 import sys
 import threading
 import warnings
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import oracle
 from helpers.delayed_updates import RULES, train_delayed
+from helpers.layered import Layered
 from helpers.paths import ROOT, module_at
 from helpers.residual_blocks import WIDTH, Rows, Stumbling, assert_same, batches, blocks, momentum, sgd, train
 from torch import nn
@@ -113,29 +113,17 @@ def test_micro_batches_of_a_mini_batch_have_one_version_and_weighted_losses_are_
         stream = pipe.train_stream(data, loss_fn=weighted, optimizer=StageOptimizer(pipe, torch.optim.SGD, lr=0.1))
         losses = list(stream)
         assert stream.versions_held == (2, 2, 1)
-
-        def rule(n, j, t):
-            return max(0, t - (j < n - 1))
-
-        want, _ = train_delayed(
-            [*plain],
-            data,
-            lambda y, t: ((y - t) ** 2).mean() * 0.5,
-            lambda p: torch.optim.SGD(p, lr=0.1),
-            rule,
-            chunks=3,
-        )
-        for have, loss in zip(losses, want, strict=True):
-            assert torch.allclose(have, loss, atol=1e-5)
-        for have, parameter in zip(pipe.parameters(), plain.parameters(), strict=True):
-            assert torch.allclose(have, parameter, atol=1e-5)
+        loss_fn, rule = lambda y, t: ((y - t) ** 2).mean() * 0.5, lambda n, j, t: max(0, t - (j < n - 1))
+        want, _ = train_delayed([*plain], data, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), rule, chunks=3)
+        torch.testing.assert_close(losses, want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close([*pipe.parameters()], [*plain.parameters()], atol=1e-5, rtol=1e-5)
 
 
 def test_batch_norm_sees_the_mini_batches_in_order():
     plain, data = blocks(3, lambda: nn.BatchNorm1d(WIDTH)), batches(6)
     with piped(copy.deepcopy(plain), 3) as pipe:
         train(pipe, data)
-        train_delayed([*plain], data, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), RULES["stashing"])
+        delayed(plain, data)
         assert_same(pipe, plain)
 
 
@@ -190,7 +178,7 @@ def test_too_few_mini_batches_to_fill_the_stages_are_trained_all_the_same(shared
         stream, losses = train(pipe, iter(data))
         assert len(losses) == count
         assert stream.applied == ((count,) * 4 if count else ())
-        train_delayed([*plain], data, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), RULES["stashing"])
+        delayed(plain, data)
         assert_same(pipe, plain)
 
 
@@ -213,7 +201,7 @@ def test_a_stream_that_is_left_early_applies_what_it_has_read(shared, how):
             for _ in pipe.train_stream(source, loss_fn=F.mse_loss, optimizer=optimizer):
                 break  # nobody holds the stream any more
         assert len(read) == 4  # as many as the stages hold, and two ahead
-        train_delayed([*plain], read, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), RULES["stashing"])
+        delayed(plain, read)
         assert_same(pipe, plain)
         assert pipe(data[0][0]).shape == (6, WIDTH)
 
@@ -359,16 +347,6 @@ def test_what_looks_for_gradients_in_the_middle_of_a_stream_is_told_that_there_a
         READERS[reader](pipe)
 
 
-def test_what_the_optimizer_does_not_hold_keeps_its_gradients(shared):
-    with shared(2) as pipe:
-        before = pipe.get_parameter("0.linear.bias").clone()
-        optimizer = sgd(pipe, param_groups=lambda name, p: None if name == "0.linear.bias" else {})
-        train(pipe, batches(4), optimizer)
-        assert torch.equal(pipe.get_parameter("0.linear.bias"), before)
-        assert pipe.get_parameter("0.linear.bias").grad is not None
-        assert pipe.get_parameter("0.linear.weight").grad is None
-
-
 def test_weights_and_state_can_be_looked_at_in_the_middle_of_a_stream(shared):
     with shared(2) as pipe:
         optimizer = sgd(pipe)
@@ -450,14 +428,10 @@ def test_a_group_is_added_between_streams_and_not_in_one(shared):
     plain, data = blocks(2), batches(9)
 
     def delayed_sgd(rate):
-        of_first = plain[0].linear.weight
-        train_delayed(
-            [*plain],
-            data,
-            F.mse_loss,
-            lambda p: torch.optim.SGD(p, lr=0.1 if p[0] is of_first else rate),
-            RULES["stashing"],
-        )
+        def make_optimizer(p):
+            return torch.optim.SGD(p, lr=0.1 if p[0] is plain[0].linear.weight else rate)
+
+        train_delayed([*plain], data, F.mse_loss, make_optimizer, RULES["stashing"])
 
     with shared(2) as pipe:
         optimizer = StageOptimizer(
@@ -507,11 +481,7 @@ def test_a_weight_of_two_stages_is_refused_by_name():
 
 
 def test_attributes_that_forward_leaves_are_refused():
-    class Leaves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.seen = nn.Linear(WIDTH, WIDTH), None
-
+    class Leaves(Layered, linear=WIDTH, seen=lambda: None):
         def forward(self, x):
             self.seen = self.linear(x)
             return self.seen
@@ -556,8 +526,6 @@ def test_optimizers_that_a_stream_cannot_step_are_refused(shared):
         ("pipedream", {}, torch.ones(3), ArgumentTypeError, "batches is a Tensor; expected an iterable"),
         ("pipedream", {}, [object()], ArgumentTypeError, "mini-batch 0 is an object"),
         ("pipedream", {"loss_fn": None}, batches(1), ArgumentError, "target without loss_fn"),
-        ("pipedream", {"loss_fn": nn.MSELoss}, [], ArgumentTypeError, "give an instance"),
-        ("pipedream", {"reduction": "max"}, [], ArgumentError, "reduction='max' is unknown"),
         ("pipedream", {}, [*batches(1), torch.ones(6, WIDTH)], ArgumentError, "give all one, or none"),
         ("pipedream", {"loss_fn": lambda y, t: y.detach().mean()}, batches(1), LossError, "does not require grad"),
         ("pipedream", {"loss_fn": lambda y, t: y}, batches(1), LossError, "loss_fn returned a tensor of shape"),
@@ -592,22 +560,6 @@ def test_a_stream_without_gradients_and_one_of_a_closed_pipe_are_refused():
             list(stream)
         with pytest.raises(StateError, match="the pipe is closed"):
             pipe.train_stream([], optimizer=optimizer)
-
-
-def test_a_script_may_end_in_the_middle_of_a_stream(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        """
-import itertools, torch, fxpipe
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-pipe = fxpipe.pipeline(model, ["cpu"] * 2, schedule="pipedream", balance=["0"], hardware="cpu", progress=False)
-optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
-stream = pipe.train_stream(itertools.repeat(torch.ones(2, 4)), loss_fn=torch.mean, optimizer=optimizer)
-print("loss", next(stream).dim())
-"""
-    )
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "loss 0\n", "")
 
 
 def test_a_loss_that_is_no_sum_over_micro_batches_is_found_out(shared):

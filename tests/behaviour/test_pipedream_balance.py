@@ -1,10 +1,12 @@
-"""Stages that PipeDream's planner cuts train as the plain model does: in one process, and replicated over ranks."""
+"""Stages that PipeDream's planner cuts and replicates train over ranks as the plain model does."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.oracle import accumulate_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -35,32 +37,12 @@ def plain_steps(batches, chunks):
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     results = []
     for step in batches:
-        whole = sum(len(x) for x, _ in step)
-        for x, t in step:
-            for part, wanted in zip(x.tensor_split(chunks), t.tensor_split(chunks), strict=True):
-                (F.mse_loss(model(part), wanted) * (len(part) / whole)).backward()
+        parts = (zip(x.tensor_split(chunks), t.tensor_split(chunks), strict=True) for x, t in step)
+        accumulate_gradients(model, [*itertools.chain(*parts)], F.mse_loss)
         results.append({name: p.grad.clone() for name, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
     return results, model.state_dict()
-
-
-def test_a_pipe_in_one_process_has_each_stage_once_and_trains_as_the_plain_model():
-    batches = batches_of(3, (8,)) + batches_of(1, (5,))
-    gradients, state = plain_steps(batches, 4)
-    model = model_of()
-    with fxpipe.pipeline(model, ["cpu", "cpu", "cpu"], 4, balance="pipedream", **QUICK) as pipe:
-        assert pipe.plan.balance == "pipedream"
-        assert pipe.plan.replicas == (1, 1, 1)
-        optimizer = torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
-        for ((x, t),), expected in zip(batches, gradients, strict=True):
-            pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
-            for name, parameter in pipe.named_parameters():
-                torch.testing.assert_close(parameter.grad, expected[name])
-            optimizer.step()
-            optimizer.zero_grad()
-    for key, value in state.items():
-        torch.testing.assert_close(model.state_dict()[key], value)
 
 
 def train(mesh, is_planned):
@@ -93,10 +75,8 @@ def test_replicated_stages_over_a_mesh_train_as_the_plain_model_on_all_mini_batc
         assert balance == "pipedream"
         names |= {*own_state}
         for step, expected in zip(own, gradients, strict=True):
-            for name, gradient in step.items():
-                torch.testing.assert_close(gradient, expected[name])
-        for key, value in own_state.items():
-            torch.testing.assert_close(value, state[key])
+            torch.testing.assert_close(step, {name: expected[name] for name in step})
+        torch.testing.assert_close(own_state, {key: state[key] for key in own_state})
     assert names == {*state}
 
 

@@ -119,17 +119,16 @@ def test_a_micro_batch_has_the_rows_of_its_samples(kind: type[nn.Module], option
     assert assert_steps(kind(), BATCHES, **options) == 1
 
 
-@pytest.mark.anywhere
-def test_values_of_all_rows_are_asked_for() -> None:
-    assert assert_steps(Reading(), [*BATCHES, *BATCHES]) <= 3
-
-
-def test_a_number_of_samples_that_forward_takes_as_a_plain_number_is_right() -> None:
-    assert_steps(Counting(), [(4, 3), (6, 3), (4, 3)])
-
-
-def test_other_numbers_of_rows_are_right() -> None:
-    assert assert_steps(Tiles(), [(4, 3), (4, 2), (3, 6), (4, 3), (2, 1), (5, 2)]) == 4
+@pytest.mark.parametrize(
+    ("kind", "batches", "graphs"),
+    [
+        pytest.param(Reading, [*BATCHES, *BATCHES], 3, marks=pytest.mark.anywhere),
+        (Counting, [(4, 3), (6, 3), (4, 3)], 3),
+        (Tiles, [(4, 3), (4, 2), (3, 6), (4, 3), (2, 1), (5, 2)], 4),
+    ],
+)
+def test_other_numbers_of_rows_and_samples_are_right(kind: type[nn.Module], batches: Any, graphs: int) -> None:
+    assert assert_steps(kind(), batches) <= graphs
 
 
 @pytest.mark.parametrize("rows", [8, 2, 3])

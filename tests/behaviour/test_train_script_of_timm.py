@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -12,18 +13,18 @@ import fxpipe
 CLASSES = 5
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(
+    Layered,
+    patch_embed=lambda: nn.Conv2d(3, 16, 4, stride=4),
+    cls_token=lambda: nn.Parameter(torch.zeros(1, 1, 16)),
+    pos_embed=lambda: nn.Parameter(0.02 * torch.randn(1, 17, 16)),
+    blocks=lambda: nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(3)),
+    norm=lambda: nn.LayerNorm(16),
+    head=(16, CLASSES),
+):
     """As timm's small ones: patches, a class token, positions, blocks, and a head that can be replaced."""
 
-    def __init__(self, width: int = 16, depth: int = 3):
-        super().__init__()
-        self.num_classes = CLASSES
-        self.patch_embed = nn.Conv2d(3, width, 4, stride=4)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 17, width))
-        layers = [nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True) for _ in range(depth)]
-        self.blocks = nn.ModuleList(layers)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
+    num_classes = CLASSES
 
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:
         x = self.patch_embed(x).flatten(2).transpose(1, 2)

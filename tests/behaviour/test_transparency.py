@@ -80,19 +80,6 @@ def test_every_schedule_equals_the_plain_model(number, name, schedules):
             assert (ActionKind.WEIGHT in {action.kind for action in actions}) == (schedule not in WHOLE)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 5, 9])
-def test_other_batch_sizes_need_no_new_graph(batch):
-    """Fewer samples than chunks, more, an uneven rest."""
-    case, plain, pipe = case_and_pipe("two_branch", 3, 4)
-    with pipe:
-        args, kwargs = case.inputs(batch)
-        target = case.target(batch)
-        train_step(plain, args, kwargs, target, case.loss, chunks=4, order="1f1b", seed=0, batch=batch)
-        pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
-        assert_same_gradients(pipe, plain, case.tied)
-        assert len(pipe._fxpipe.graphs) == 1
-
-
 @pytest.mark.parametrize("drop_in", [True, False])
 def test_inputs_that_require_grad_get_theirs(drop_in):
     case, plain, pipe = case_and_pipe("two_branch", 2, 3)
@@ -123,32 +110,6 @@ def test_the_gradients_of_what_is_returned_twice_add_up():
             first, again = one(x)
             (first.sum() + 3 * again["again"].square().sum()).backward()
         assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
-
-
-def test_autograd_grad_works_on_the_drop_in():
-    case, plain, pipe = case_and_pipe("unet", 2, 2)
-    with pipe:
-        args, _ = case.inputs(BATCH)
-        target = case.target(BATCH)
-        want = torch.autograd.grad(case.loss(plain(*args), target), list(plain.parameters()))
-        have = torch.autograd.grad(case.loss(pipe(*args), target), list(pipe.parameters()))
-        for w, h in zip(want, have, strict=True):
-            torch.testing.assert_close(h, w)
-        assert all(p.grad is None for p in pipe.parameters())
-
-
-def test_the_pipe_shows_the_models_own_parameters():
-    case, plain, pipe = case_and_pipe("gpt", 3, 2)
-    with pipe:
-        assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in plain.named_parameters()]
-        assert [id(p) for p in pipe.parameters()] == [id(p) for p in pipe.model.parameters()]
-        assert list(pipe.state_dict()) == list(plain.state_dict())
-        pipe.load_state_dict(plain.state_dict())
-        plain.load_state_dict(pipe.state_dict())
-        assert pipe.head.weight is pipe.tokens.weight
-        args, _ = case.inputs(BATCH)
-        pipe.eval()
-        torch.testing.assert_close(pipe.model(*args), pipe(*args))  # the model itself stays usable on CPU
 
 
 def test_a_model_without_random_nodes_leaves_the_generator_alone():

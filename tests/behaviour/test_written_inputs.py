@@ -1,6 +1,7 @@
 """What forward writes to its inputs: the caller's tensors hold afterwards what the plain model leaves in them."""
 
 import copy
+import inspect
 import re
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.every_cut import EveryCut
 from helpers.graph_functions import exporting
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state
 from torch import nn
 
@@ -25,11 +27,8 @@ LAYOUTS = [
 ]
 
 
-class Case(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.relu = nn.ReLU(inplace=True)
+class Case(Layered, one=4, two=4, three=4, relu=lambda: nn.ReLU(inplace=True)):
+    """Layers for a forward that writes."""
 
 
 class State(Case):
@@ -77,17 +76,14 @@ class OfData(Case):
         return h
 
 
-class InAModule(Case):
+class Writer(nn.Module):
+    def forward(self, h, state):
+        state.add_(np.random.default_rng(0).integers(1, 2).item())
+        return h * 2
+
+
+class InAModule(Case, writer=Writer):
     """By a module that is kept whole, and by a function that is."""
-
-    class Writer(nn.Module):
-        def forward(self, h, state):
-            state.add_(np.random.default_rng(0).integers(1, 2).item())
-            return h * 2
-
-    def __init__(self):
-        super().__init__()
-        self.writer = self.Writer()
 
     def forward(self, x, state):
         h = self.writer(self.one(x), state)
@@ -242,8 +238,6 @@ def test_what_backward_recomputes_reads_the_input_as_it_was():
 
 def line_of(case, text):
     """The line of a test's model in which `text` stands."""
-    import inspect
-
     lines, start = inspect.getsourcelines(case)
     return f"test_written_inputs.py:{start + next(k for k, line in enumerate(lines) if text in line)}"
 
@@ -272,11 +266,7 @@ class ByAWay(Case):
         return self.two(x)
 
 
-class FromABuffer(Case):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(4))
-
+class FromABuffer(Case, steps=lambda: torch.zeros(4)):
     def forward(self, x, total):
         self.steps += 1
         total.copy_(self.steps)
@@ -464,11 +454,7 @@ def test_a_module_kept_whole_that_writes_to_its_input_in_another_step_only_is_no
                 h.mul_(0)
             return h * 1
 
-    class Masked(Case):
-        def __init__(self):
-            super().__init__()
-            self.masks = Masks()
-
+    class Masked(Case, masks=Masks):
         def forward(self, x):
             h = self.one(x)
             return self.two(self.masks(h)) + h

@@ -45,3 +45,22 @@ def batches(steps, seed=1):
     return [
         (torch.randn(7 - k, 4, generator=generator), torch.randn(7 - k, 6, generator=generator)) for k in range(steps)
     ]
+
+
+def is_close(ours, value):
+    """Sums in another order: rounding is relative to the largest element, whatever cancels in others."""
+    return torch.allclose(ours, value, atol=1e-5 * float(value.detach().abs().max()))
+
+
+def assert_same_training(plain, want, model, have, loose=False):
+    """Every weight by name, and every entry of the state of the optimizers."""
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert is_close(other, one) if loose else torch.equal(other, one), name
+    one, other = want.state_dict(), have.state_dict()
+    assert repr(other["param_groups"]) == repr(one["param_groups"])
+    assert [*other["state"]] == [*one["state"]], "in the order of the parameters"
+    for key, state in one["state"].items():
+        assert [*other["state"][key]] == [*state]
+        for name, value in state.items():
+            value, ours = torch.as_tensor(value), torch.as_tensor(other["state"][key][name])
+            assert is_close(ours, value) if loose else torch.equal(ours, value), (key, name)

@@ -53,6 +53,18 @@ def padded_loss(out: torch.Tensor, target: torch.Tensor):
     return total, (target != 0).sum()
 
 
+def matching_loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss of all samples: each against each."""
+    return F.cross_entropy(out @ target.T, torch.arange(len(target)))
+
+
+class ScaledLoss(Layered, scale=lambda: nn.Parameter(torch.ones(()))):
+    """A loss with a parameter of its own."""
+
+    def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(out * self.scale, target)
+
+
 def tokens(batch: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     ids, target = torch.randint(0, 11, (2, batch, length), generator=g)
@@ -61,3 +73,11 @@ def tokens(batch: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tens
 
 MIXED_CUTS = {2: ["l.1"], 4: ["l.0", "l.1", "l.2"]}
 DENSE_CUTS = {2: ["blocks.1"], 4: ["blocks.0", "blocks.1", "blocks.2"]}
+
+
+def assert_parts(parts, whole):
+    """Each rank has a part of these tensors by name, bit for bit, and all ranks together have all of them."""
+    for part in parts:
+        for name, value in part.items():
+            assert torch.equal(value, whole[name]), name
+    assert {name for part in parts for name in part} == {*whole}
