@@ -2101,11 +2101,11 @@ DISTRIBUTED = (
                 "            if False:\n                step.totals",
                 ".py",
             ),
-            ("held_tensors", "if has_values(target) and target.device == value.device:", "if True:", "_meta_device.py"),
+            ("held_tensors", "if has_values(target) and target.device == value.device:", "if True:", ".py"),
             ("rank_group", "if {*own} & {*others} != {dist.get_rank()}:", "if False:", "_data_parallel.py"),
             ("rank_state", "if job.mode != self._mode():", "if False:", "_failures.py"),
             ("rank_state", "if seed is None and group.rank != leader and any(", "if False and any(", ".py"),
-            ("rank_state", "if len(targets) != len(inputs.bounds):", "if False:", "_micro_batches.py"),
+            ("rank_state", "if len(targets) != len(inputs.bounds):", "if False:", ".py"),
             ("rank_state", "            vars(self).update(state)\n", "", "_failures.py"),
             ("rank_state", "            self._send(self.held.shared, bound.constants)\n", "", ".py"),
             (
@@ -2127,7 +2127,7 @@ DISTRIBUTED = (
                 "rank_engine",
                 "gradient_rollback(leaves_below(root), is_certain=any_hooks)",
                 "gradient_rollback(leaves_below(root))",
-                "_failures.py",
+                "_data_parallel.py",
             ),
             (
                 "replicas",

@@ -198,28 +198,28 @@ def evaluate(mesh, outputs):
     pipe = fxpipe.pipeline(
         model, mesh, 3, example_args=(tokens(7, 5, 1)[0],), balance=MIXED_CUTS[2], outputs=outputs, **QUICK
     )
-    start = pipe.state_dict()["emb.weight"].clone()  # the values of the first rank
-    torch.manual_seed(0)
-    assert torch.equal(start, Mixed().emb.weight)
+    start = pipe.state_dict()["emb.weight"].clone()
     x, t = tokens(7, 5, 2)
     _, trained_outputs = pipe.forward_backward(x, target=t, loss_fn=token_loss, return_outputs=True)
     torch.optim.SGD(pipe.parameters(), 0.5).step()
     pipe.eval()
     with torch.no_grad():
         evaluated = pipe(x) if pipe.needs_inputs else pipe()
-    return trained_outputs, evaluated, pipe.state_dict()
+    return trained_outputs, evaluated, pipe.state_dict(), start
 
 
 @pytest.mark.parametrize("outputs", ["last", "all"])
 def test_evaluation_is_that_of_the_plain_model_with_the_state_of_all_ranks(two_ranks, outputs):
     results = two_ranks.run(evaluate, outputs)
+    torch.manual_seed(0)
     model = Mixed().eval()
-    tied = {state["emb.weight"] for *_, state in results}
+    assert all(torch.equal(start, model.emb.weight) for *_, start in results)  # the values of the first rank
+    tied = {state["emb.weight"] for _, _, state, _ in results}
     model.load_state_dict(results[0][2] | results[1][2])
     assert len(tied) == 2
     assert torch.equal(*tied)
     expected = model(tokens(7, 5, 2)[0])
-    for rank, (trained_outputs, evaluated, _) in enumerate(results):
+    for rank, (trained_outputs, evaluated, *_) in enumerate(results):
         if outputs == "all" or rank == 1:
             torch.testing.assert_close(evaluated, expected)
             assert trained_outputs.shape == expected.shape
