@@ -24,7 +24,7 @@ help:
 	@echo 'make balance     compare cuts with those of others, and predicted with measured steps'
 	@echo 'make planning    measure how long planning takes'
 	@echo 'make inspecting  measure how long fxpipe.inspect takes'
-	@echo 'make coverage    run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"; with ARGS=--mechanisms count what models take; ARGS=--kinds: models that are hard to cut; ARGS="--drawn 7": models of transformers drawn by a seed'
+	@echo 'make coverage    run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"; ARGS=--kinds: models that are hard to cut; ARGS="--drawn 7": models of transformers drawn by a seed'
 	@echo 'make stress      run random models and compare, as long as one likes; make stress ARGS="--minutes 60 --jobs 2"'
 	@echo 'make mutants     put faults into a copy, one at a time, and see which the tests catch; make mutants ARGS="--only runtime"'
 	@echo 'make docs        build the documentation in build/site; links are checked, warnings are errors'

@@ -6,7 +6,6 @@
     python tools/coverage.py --sizes-only           # inputs of several sizes, and how many graphs they take
     python tools/coverage.py --kinds                # models that are hard to cut, by kind
     python tools/coverage.py --drawn 7 --count 40   # of transformers that the zoo does not name, drawn by a seed
-    python tools/coverage.py --mechanisms           # how many models take which mechanism of fxpipe, at 3 stages
 
 Every model trains and evaluates; what is right, and how exactly, says `tests/zoo/reference.py`. Models run in
 processes of their own, so that one that crashes or hangs is one row of the table.
@@ -18,10 +17,6 @@ of several sizes, where the model takes such (`tests/zoo/sizes.py`); then what `
 taken for several sizes. The exit status is 1 if any result of fxpipe is wrong.
 
 Kinds and drawn models train with two micro-batches, with one, and with micro-batches that are handed over.
-
-With `--mechanisms` each function of fxpipe notes that it runs, and another table says how many models took each of the
-mechanisms that only some need (`tests/zoo/mechanisms.py`). One that no model takes, and that nobody asks for, has to
-say above its function who needs it all the same; the exit status is 1 if it does not.
 """
 
 from __future__ import annotations
@@ -43,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the zo
 from drawn_models import drawn, entry_of
 from zoo import KINDS, Entry, select
 from zoo.entry import AT_SIZES, HANDED_OVER, IN_ONE, MODES, WAYS, Row
-from zoo.mechanisms import MECHANISMS, missed
 from zoo.processes import rows_of
 from zoo.sizes import MANY_GRAPHS
 
@@ -69,7 +63,7 @@ def main() -> int:
                     what = f"at sizes, {row.graphs} graphs" if row.way == AT_SIZES else f"{row.way} {row.stages}"
                     print(f"{number:3}/{len(entries)} {row.model} {row.mode} {what}: {_verdict(row)}", flush=True)
             if options.json:
-                options.json.write_text(json.dumps([asdict(row) | {"called": ()} for row in rows], indent=1))
+                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     if options.kinds or options.drawn is not None:
         print("\n" + tabulate(_cuts(rows), ["kind", "model", *CUTS]) + "\n")
     else:
@@ -77,8 +71,7 @@ def main() -> int:
     print(tabulate(_summary(rows), ["", "models and modes", "right", "refused", "wrong", "fails"]) + "\n")
     _print_troubles(rows)
     _print_reasons(rows)
-    is_wrong = any(row.is_wrong for row in rows if row.way in OWN_WAYS)
-    return int(is_wrong or (options.mechanisms and _print_mechanisms(rows, is_whole=options.models == ["*"])))
+    return int(any(row.is_wrong for row in rows if row.way in OWN_WAYS))
 
 
 def _options() -> argparse.Namespace:
@@ -87,7 +80,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3], help="numbers of stages (default: 2 3)")
     parser.add_argument("--no-others", action="store_true", help="fxpipe alone")
     parser.add_argument("--sizes-only", action="store_true", help="fxpipe alone, with inputs of several sizes")
-    parser.add_argument("--mechanisms", action="store_true", help="count who takes what; fxpipe alone, 3 stages")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: 1)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for a row (default: 180)")
     parser.add_argument("--json", type=Path, help="file for all rows, written as they come")
@@ -95,7 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--drawn", type=int, metavar="SEED", help="models drawn by a seed, not the zoo")
     parser.add_argument("--count", type=int, default=40, help="how many of them (default: 40)")
     options = parser.parse_args()
-    if options.mechanisms or options.sizes_only:
+    if options.sizes_only:
         options.no_others, options.stages = True, [max(options.stages)]
     return options
 
@@ -107,7 +99,7 @@ def _rows(entry: Entry, options: argparse.Namespace) -> list[Row]:
     tasks += [(AT_SIZES, mode, max(options.stages)) for mode in MODES]
     if not options.no_others:
         tasks += [(way, mode, max(options.stages)) for way in WAYS[1:] for mode in MODES]
-    return rows_of(entry, tasks, options.limit, notes_calls=options.mechanisms)
+    return rows_of(entry, tasks, options.limit)
 
 
 # -- telling ---------------------------------------------------------------------------------------------------------
@@ -200,22 +192,6 @@ def _print_reasons(rows: Sequence[Row]) -> None:
     for row in rows:
         if row.way == AT_SIZES and row.verdict == "right" and row.graphs > MANY_GRAPHS:
             print(f"{row.model} {row.mode}: {row.graphs} graphs of sizes {row.sizes}\n    {row.message}")
-
-
-def _print_mechanisms(rows: Sequence[Row], is_whole: bool) -> bool:
-    """How many models took each mechanism; whether one that none took stands without a reason, if these are all."""
-    called: dict[str, set[str]] = {}
-    for row in rows:
-        called.setdefault(row.model, set()).update(row.called)
-    table = []
-    for mechanism in MECHANISMS:
-        models = [model for model, functions in called.items() if mechanism.is_taken(functions)]
-        table.append([mechanism.name, len(models), mechanism.asked_by, ", ".join(models) if len(models) < 4 else ""])
-    print("\n" + tabulate(table, ["mechanism", "models", "asked for by", "which"]) + "\n")
-    problems = missed(called.values()) if is_whole else []
-    for name, problem in problems:
-        print(f"{name}: {problem}")
-    return bool(problems)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What an entry of the zoo is: a model and its inputs, made from a seed; and the inputs that many of them take."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,6 @@ class Row:
     plan_seconds: float = 0.0
     graphs: int = 0  # made for inputs of several sizes, where these may vary
     sizes: str = ""  # of these inputs
-    called: Sequence[str] = ()  # functions of fxpipe, where calls are noted (`helpers.called_functions`)
 
     @property
     def is_wrong(self) -> bool:

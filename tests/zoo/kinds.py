@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.contrastive import barlow_twins, nt_xent, vicreg
 from helpers.layered import Layered
 from torch import Tensor, nn
 
@@ -83,6 +84,20 @@ def _two_towers(name: str, **settings: Any) -> Callable[[], tuple[nn.Module, Cal
 for _name in ("CLIP", "Siglip", "Blip"):
     _library("contrastive", f"{_name.lower()}_loss", _two_towers(_name))
 
+
+class _Views(nn.Module):
+    """Two views of each sample, and a loss of the features of all."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.encoder, self.loss = _layers(8, 16, 16, 8), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.encoder(x), self.encoder(y))
+
+
+for _name, _loss in {"simclr": nt_xent, "vicreg": vicreg, "barlow_twins": barlow_twins}.items():
+    _library("contrastive", _name, lambda loss=_loss: (_Views(loss), call(vectors(), vectors())))  # type: ignore[misc]
 
 # -- pictures in texts -----------------------------------------------------------------------------------------------
 
@@ -239,6 +254,37 @@ class NormalizingFlow(Layered, couplings=lambda: nn.ModuleList(_layers(4, 16, 8)
             x = torch.cat([b * scale.exp() + shift, a], 1)
         prior = torch.distributions.Normal(torch.zeros(8), torch.ones(8))
         return -(prior.log_prob(x).sum(1) + total).mean()
+
+
+@_own("policies")
+class ProximalPolicy(Layered, body=lambda: _layers(8, 16, 16), actor=(16, 5), critic=(16, 1)):
+    """PPO: the advantages of the batch are normalised."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.body(x)
+        policy, value = torch.distributions.Categorical(logits=self.actor(h)), self.critic(h).squeeze(1)
+        actions, returns = (y[:, 0].abs() * 2).long().clamp(max=4), y[:, 1]
+        advantages = returns - value.detach()
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        ratio = (policy.log_prob(actions) - y[:, 2] / 5).exp()
+        gain = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        return -gain.mean() + 0.5 * F.mse_loss(value, returns) - 0.01 * policy.entropy().mean()
+
+
+@_own("teachers")
+class MeanTeacher(
+    Layered, student=lambda: _layers(8, 16, 16, 8), teacher=lambda: _layers(8, 16, 16, 8).requires_grad_(False)
+):
+    """The teacher's weights follow those of the student, in forward."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for t, s in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    t.mul_(0.99).add_(s, alpha=0.01)
+        with torch.no_grad():
+            wanted = self.teacher(y)
+        return F.mse_loss(self.student(x), wanted)
 
 
 @_own("gradients in forward")

@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from helpers.answering import AnsweringProcess, NoAnswerError, serve
-from helpers.called_functions import called
 
 from zoo.entry import Entry, Row, Task
 
 
-def rows_of(entry: Entry, tasks: Sequence[Task], limit: float, *, notes_calls: bool = False) -> list[Row]:
-    """A row for each task. `limit`: seconds that one may take. `notes_calls`: say which functions of fxpipe ran."""
-    modules = ["helpers.called_functions", "zoo.processes"] if notes_calls else ["zoo.processes"]
+def rows_of(entry: Entry, tasks: Sequence[Task], limit: float) -> list[Row]:
+    """A row for each task. `limit`: seconds that one may take."""
     rows: list[Row] = []
-    with contextlib.closing(AnsweringProcess(*modules, limit=limit)) as process:
+    with contextlib.closing(AnsweringProcess("zoo.processes", limit=limit)) as process:
         for way, mode, stages in tasks:
             try:
                 rows.append(Row(**process.ask(f"{entry.name} {way} {mode} {stages}")))
@@ -50,11 +48,10 @@ def _answer(line: str) -> dict[str, Any]:
 
     name, way, mode, stages = line.rsplit(maxsplit=3)
     entry, why_not_built = _entry(name)
-    called.clear()
     if why_not_built:
         row = Row(entry.name, entry.family, way, mode, int(stages), "not built", why_not_built[:300])
     else:
-        row = dataclasses.replace(run(entry, way, mode, int(stages)), called=sorted(called))
+        row = run(entry, way, mode, int(stages))
     return dataclasses.asdict(row)
 
 
