@@ -71,7 +71,7 @@ CASES = {
     "double buffering": (blocks, (4, DROPOUT), {"schedule": "pipedream_2bw", "chunks": 4}, {}, F.mse_loss),
     "few micro-batches": (blocks, (4, BATCH_NORM), {"schedule": "pipedream_2bw", "chunks": 2}, {}, F.mse_loss),
     "weighted losses": (blocks, (4,), {"schedule": "pipedream_2bw", "chunks": 4}, {}, weighted),
-    "skips": (Dense, (4,), {"balance": ["blocks.0", "blocks.1", "blocks.2"]}, {}, F.mse_loss),
+    "skips": (Dense, (), {"balance": ["blocks.0", "blocks.1", "blocks.2"]}, {}, F.mse_loss),
 }
 
 
