@@ -2416,6 +2416,12 @@ OPTIONS = (
 
 PLANNING = (
     Mutant(
+        "runtime/commit.py",
+        "return new + have",
+        "return have + new",
+        "behaviour/test_backward.py::test_large_gradients_are_those_of_the_plain_model",
+    ),
+    Mutant(
         "planning/cost_model.py",
         "if needing_all(traced.combinations) is None:",
         "if traced.combinations is not None:",

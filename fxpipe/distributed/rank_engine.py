@@ -43,7 +43,7 @@ from fxpipe.errors import LossError
 from fxpipe.rewriting.program import Program
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors, different_programs
-from fxpipe.runtime.commit import GradientList, gradient_rollback
+from fxpipe.runtime.commit import GradientList, add_gradient, gradient_rollback
 from fxpipe.runtime.engine import Engine, divided, gathered_results
 from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_checks import LossVerdict
@@ -394,7 +394,7 @@ class RankGradients:
         for name, j in sorted(late, key=lambda key: key[1]):
             gradient = step.totals[j].sums.pop(name, None)
             if gradient is not None and name in self.trained:
-                sums[name] = sums[name] + gradient if name in sums else gradient
+                sums[name] = add_gradient(sums.get(name), gradient)
         return self._replicas.sum_of_loss(step, sums)
 
     def commit(self, step: RankStep, reports: Reports, divisor: Any) -> None:

@@ -31,6 +31,7 @@ from fxpipe.distributed.connection import content_of, lost_connection
 from fxpipe.distributed.device_transfers import WAITED_FOR, DeviceSums
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import InternalError, LossError, StateError
+from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.loss_checks import LossEvidence
 from fxpipe.runtime.losses import LARGEST_UNIT, MicroBatchLosses
 from fxpipe.runtime.step import Step
@@ -402,7 +403,7 @@ class Replicas:
         sums = {k: v for k, v in self.reduction.finish().items() if not all(k in one.missing for one in reports)}
         if any(one.sparse or one.late for one in reports):
             for key, value in self.sum_apart(gradients).items():
-                sums[key] = sums[key] + value if key in sums else value
+                sums[key] = add_gradient(sums.get(key), value)
         self._unreducible.update(key for one in reports for key in one.sparse)
         return sums
 
@@ -412,7 +413,7 @@ class Replicas:
         own = {key: gradient.detach().cpu() for key, gradient in gradients.items()}
         for part in self.group.replicas.all_gather(own, WAITED_FOR):
             for key, gradient in part.items():
-                sums[key] = sums[key] + gradient if key in sums else gradient
+                sums[key] = add_gradient(sums.get(key), gradient)
         return {key: value.to(self.group.device) for key, value in sums.items()}
 
     def sum_of_loss(self, step: Step, more: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:

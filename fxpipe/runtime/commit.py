@@ -147,11 +147,13 @@ class _Undifferentiable(torch.autograd.Function):
         )
 
 
-def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the sum of `count` earlier gradients and `new`."""
+def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int = 1) -> torch.Tensor:
+    """Returns the sum of `count` earlier gradients and `new`, dense or sparse."""
     # The first, of autograd, may share storage with another: the second is added out of place, further ones in place.
     if have is None:
         return new
+    if have.is_sparse and not new.is_sparse:  # torch adds only in this order
+        return new + have
     return have + new if count < 2 or new.is_sparse else have.add_(new)
 
 

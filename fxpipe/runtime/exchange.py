@@ -15,6 +15,7 @@ import torch
 from fxpipe._torch.autograd import takes_gradient
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import PIPE_INPUT, ReceivedValue
+from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.step_inputs import StepInputs, TrainedInput
 from fxpipe.runtime.transport import PendingCopy, Transport
 from fxpipe.runtime.wiring import ValueLink
@@ -113,7 +114,7 @@ class Exchange:
         for i, gradient in enumerate(gradients):
             key = (link.gradient_target, link.value.name, i)
             if gradient is not None:  # a value may occur in the output twice
-                self._gradients[key] = gradient if key not in self._gradients else self._gradients[key] + gradient
+                self._gradients[key] = add_gradient(self._gradients.get(key), gradient)
 
     def input_gradients(self, trained: TrainedInput) -> torch.Tensor | None:
         parts, gradients, dim = [], [], trained.dim

@@ -80,7 +80,7 @@ class LossStage:
         for sums in self.sums[1:]:
             for key, (leaf, gradient, count) in sums.items():
                 _, total, before = self.own.get(key, (leaf, None, 0))
-                self.own[key] = (leaf, gradient if total is None else total + gradient, before + count)
+                self.own[key] = (leaf, add_gradient(total, gradient), before + count)
             sums.clear()
 
     @property

@@ -23,6 +23,7 @@ from fxpipe._torch.saved_tensor_hooks import NoSavedTensors
 from fxpipe.rewriting.program import WeightGradientTape, stage_context
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
+from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
 from fxpipe.runtime.executors import ActionPerformer
 from fxpipe.runtime.loss_checks import LossWeightingCheck
@@ -280,5 +281,5 @@ class Step(ActionPerformer):
             return None
         total, *more = [self.transport.bring(gradient, home) for gradient in sums]
         for gradient in more:
-            total = total + gradient
+            total = add_gradient(total, gradient)
         return total

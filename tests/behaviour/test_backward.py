@@ -51,11 +51,19 @@ class Bag(Layered, last=(16, 4)):
         return self.last(self.table((x * 1000).long().abs()).mean(1))
 
 
+class SparseAndDense(Layered, table=lambda: nn.Embedding(200, 16, sparse=True), middle=16):
+    """A table whose gradients are sparse in the first stage and dense in the last."""
+
+    def forward(self, x):
+        h = self.table((x * 10).long().abs()).mean(1)
+        return self.middle(self.middle(h).tanh()) @ self.table.weight.t()
+
+
 BAGS = {
     "sparse": lambda: Bag(table=nn.Embedding(20_000, 16, sparse=True)),
     "dense table": lambda: Bag(table=nn.Embedding(20_000, 16)),
 }
-MODELS = {"no gradient": Frozen, "tied": Tied, **BAGS}
+MODELS = {"no gradient": Frozen, "tied": Tied, "sparse and dense": SparseAndDense, **BAGS}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
