@@ -5,9 +5,8 @@
             └────────────── gradients ◀────────────────┘
 
 It is measured or estimated like a node, under the graph's output node. Both directions are part of F of the last stage.
-
 If outputs need the whole mini-batch (a joint tail), it is computed once, of the values of all micro-batches. Of its
-seconds each micro-batch has an equal share; its bytes are those of the whole.
+seconds each micro-batch has a share, by its samples; its bytes are those of the whole.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class MicroBatchLoss:
     function: Callable[..., Any] | None  # None: the sum of the outputs of the tail
     outputs: tuple[Any, ...]  # what micro-batches hand out; these require grad if their gradients are needed
     target: tuple[Any, ...]
-    micro_batches: int = 1  # that it is of
+    micro_batches: float = 1.0  # that it is of, by samples
 
     @classmethod
     def of(
@@ -73,10 +72,17 @@ class MicroBatchLoss:
     ) -> MicroBatchLoss:
         """Returns the loss of this number of samples of an example with `batch`, for these values of the graph."""
         outputs = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in traced.handed_out]
-        count = 1 if needing_all(traced.combinations) is None else batch // samples
-        if count > 1:
-            rows = zip(outputs, traced.handed_out_dims, strict=True)
-            outputs = [combine([value] * count, how, [1 / count] * count, "the output") for value, how in rows]
+        total = samples if needing_all(traced.combinations) is None else batch
+        if total != samples:
+            count = -(-total // samples)
+
+            def of_all(value: Any, how: int | str | None) -> Any:  # repeated, then cut to the samples of the mini-batch
+                whole = combine([value] * count, how, [1 / count] * count, "the output")
+                if isinstance(how, int):
+                    return whole.narrow(how, 0, whole.shape[how] * total // (count * samples)).contiguous()
+                return whole * total // (count * samples) if how == "sum" and isinstance(whole, int) else whole
+
+            outputs = list(map(of_all, outputs, traced.handed_out_dims))
         device = next((tensor.device for tensor in tensors_in(outputs)), None)
         function, own_target = (None, ()) if loss is None else (loss.function, loss.target)
 
@@ -84,28 +90,27 @@ class MicroBatchLoss:
             return fake_if_active(tensor.detach()).to(tensor.device if device is None else device)
 
         targets, spec = flatten(map_tensor_leaves(beside_outputs, own_target))
-        part = slice_samples(targets, target_dims(targets, batch, rows_of_inputs(traced.in_dims)), 0, count * samples)
-        return cls(traced, function, tuple(outputs), pytree.tree_unflatten(part, spec), count)
+        part = slice_samples(targets, target_dims(targets, batch, rows_of_inputs(traced.in_dims)), 0, total)
+        return cls(traced, function, tuple(outputs), pytree.tree_unflatten(part, spec), total / samples)
 
     def __call__(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns the loss, and the outputs that its gradient goes to. Raises errors of `loss_fn` with a note."""
         own = [as_leaf(value) if isinstance(value, torch.Tensor) else value for value in self.outputs]
         target = map_tensor_leaves(torch.clone, self.target)  # `loss_fn` may write to it
         outputs, tail = list(own), []
-        try:
-            with set_thread_state(self.traced.state), torch.enable_grad():
-                for one in self.traced.combinations:
-                    outputs[one.output] = one.of(own)
-                    tail += [outputs[one.output]] if one.requires_grad else []
+        with set_thread_state(self.traced.state), torch.enable_grad():
+            for one in self.traced.combinations:
+                outputs[one.output] = one.of(own)
+                tail += [outputs[one.output]] if one.requires_grad else []
+            try:
                 if self.function is None:
                     value = sum(x.float().sum() for x in tail)
                 else:
-                    value = self.function(
-                        pytree.tree_unflatten(outputs[: len(self.traced.outputs)], self.traced.out_spec), *target
-                    )
-        except Exception as error:
-            error.add_note(LOSS_NOTE)
-            raise
+                    result = pytree.tree_unflatten(outputs[: len(self.traced.outputs)], self.traced.out_spec)
+                    value = self.function(result, *target)
+            except Exception as error:
+                error.add_note(LOSS_NOTE)
+                raise
         loss, _ = checked_loss(value, "the example inputs")
         return loss, [leaf for leaf in own if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
@@ -138,5 +143,6 @@ class MicroBatchLoss:
     def _share(self, operations: tuple[OperationCounts, ...]) -> tuple[OperationCounts, ...]:
         """Returns what one micro-batch has of them."""
         return tuple(
-            (dtype, flops // self.micro_batches, moved // self.micro_batches) for dtype, flops, moved in operations
+            (kind, int(flops / self.micro_batches), int(moved / self.micro_batches))
+            for kind, flops, moved in operations
         )
