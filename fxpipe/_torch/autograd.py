@@ -166,7 +166,7 @@ def refuse_other_backwards(tensors: Iterable[Any]) -> None:
     """Makes every backward through these tensors, except the backward of their stage, raise `StateError`."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-            tensor.register_hook(_check_backward)
+            tensor.register_hook(_check_backward)  # else copies of parameters would get gradients
 
 
 def _check_backward(gradient: torch.Tensor) -> None:

@@ -10,9 +10,9 @@ remember the last one of each packet, until a failure.
 With a backend for devices (`device_transfers`), the payload on a device is a second message, which goes through CPU
 memory after a new layout. A sender whose layout has changed first sends as many placeholder bytes as are expected.
 
-*Names and order.* F of stage j sends what crosses the cut between stages j and j + 1, B what crosses the cut between j
-- 1 and j: a packet has the name of the action that produces it. A row receives packets before its actions, from each
-rank in the order of that rank's row, since communicators of devices match messages only by order.
+*Names and order.* F of stage j sends what crosses the cut between stages j and j + 1, B what crosses the cut before
+stage j: a packet has the name of the action that produces it. A row receives packets before its actions, from each rank
+in the order of that rank's row, since communicators of devices match messages only by order.
 
 *Memory.* The sender keeps a packet until it has been received. For values, the gradients that return confirm it; for
 gradients, a number in later packets of values. (gloo reports it only by waiting.)
@@ -122,7 +122,7 @@ def decode(layout: Layout, payload: Payload, device: torch.device) -> list[Packe
 class Mailbox:
     """Sends packets to other ranks and receives their packets. A `key` identifies a packet on both ends."""
 
-    # The last part of a key is a counter: a packet is expected to have the layout of the last one before.
+    # The last part of a key is a counter: a packet should have the layout of the last one whose other parts are equal.
 
     def __init__(
         self,

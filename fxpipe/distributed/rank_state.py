@@ -409,7 +409,7 @@ def _on_cpu(call: ModelCall) -> ModelCall:
 
 
 def check_agreement(group: RankGroup, own: Fields, *, between_replicas: bool = True, is_long: bool = True) -> None:
-    """Raises `ArgumentError` on all ranks if their fields differ. `is_long`: they may be planning or recording."""
+    """Raises `ArgumentError` on all ranks (else: of this replica) if fields differ. `is_long`: they may be planning."""
     what, replicas = "what the other ranks have", group.replica_count if between_replicas else 1
     if between_replicas:
         everybody = [fields for row in group.everybody(dict(own), what, is_long=is_long) for fields in row]

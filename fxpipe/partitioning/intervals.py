@@ -9,7 +9,7 @@ So a stage from `start` has everything whose first place is in the stage (prefix
 whose first place is before `start` and whose next place is before `end`: a row for each start, sorted by next place,
 with running sums (`CutCrossings`). For gradients there is a row for each end, sorted by the last place before it. With
 w things alive across a cut, setup takes O(n * w) time and memory, and each query a bisection. Seconds and bytes are
-scaled to integers, as in `block.py`. Sets of places are integers, bit p for place p.
+integers as in `block.py`, rounded only for a single transfer. Sets of places are integers, bit p for place p.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ _SIDES = (256, 512, 1024, 2048, 4096)
 
 
 class HeadStart:
-    """Products of small matrices that keep a device busy while the host queues the timed work."""
+    """Products of small matrices, which spare the caches, to keep a device busy while the host queues timed work."""
 
     def __init__(self, device: torch.device):
         self._device, stream = device, accelerator.current_stream(device)
@@ -213,7 +213,7 @@ class HeadStart:
 
     def _multiply(self) -> None:
         with torch.no_grad():
-            torch.mm(*self._matrices[:2], out=self._matrices[2])
+            torch.mm(*self._matrices[:2], out=self._matrices[2])  # autocast ignores calls with `out`
 
     def give(self) -> None:
         """Waits until the device is idle, and queues this work."""

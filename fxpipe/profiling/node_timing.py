@@ -95,7 +95,7 @@ class TimingSamples:
 
     @property
     def forward_seconds(self) -> float:
-        return median(self.forward)
+        return median(self.forward)  # noise makes samples longer only
 
     @property
     def backward_seconds(self) -> float:

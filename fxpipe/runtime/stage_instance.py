@@ -77,7 +77,7 @@ def _norm_calls(statistics: Sequence[BatchStatistics]) -> list[tuple[str, str, f
     return [(mean, var, momentum) for mean, var, *_, momentum in statistics]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)  # later steps do not wait for a GPU
 def _merge_weights(
     counts: tuple[tuple[int, ...], ...], widths: tuple[int, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -46,7 +46,7 @@ class StagewiseOptimizer(torch.optim.Optimizer):
     def step_parameters(
         self, parameters: Collection[torch.Tensor], options: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Steps only these parameters; threads may step others. `options`: of a mini-batch; None: the current."""
+        """Steps only these parameters; threads may step others. `options`: of groups in a stream; None: the current."""
 
     def count_step(self) -> None:
         """Counts a step in which the stages were updated, for hooks and learning rate schedulers."""
@@ -66,7 +66,7 @@ class OverlappedUpdates:
         return {id(parameter) for of_stage in self.parameters.values() for parameter in of_stage}
 
     def step(self, stage: int, trained: Collection[torch.Tensor] = ()) -> None:
-        """Steps a stage's `trained` parameters; drops gradients even on failure: the next batch would add to them."""
+        """Steps a stage; drops gradients even on failure: the next batch would add to them. `trained`: with one."""
         parameters = self.parameters.get(stage, ())
         self.begun.append(stage)
         try:

@@ -9,7 +9,7 @@ views that forward ran on, and is freed with the last of them. Views are of `.da
 counter: `detach()` would share the parameter's, and autograd would refuse the backward. *Buffers* are written into the
 model when a stage has run all forwards of a mini-batch. *Replicas* of a stage have a row each, and open the stage on a
 copy of the version; a round of mini-batches makes one update with the mean of the gradients, on the device of the
-parameters.
+parameters. Replicas wait for each other (`StreamSchedule.awaited`), so no result depends on the speed of workers.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ A GPU runs the work of each stream in order. Fences order the workers that queue
 *Compute streams.* Each device has one: the stream that was current there when the caller began the step, so that the
 step runs after all work that the caller has queued and before later work.
 
-*Memory.* The allocator frees memory with the last reference, for the stream of its allocation. So we hold a reference
-to a sent tensor until the copy's event has passed, or the compute stream waits for it. (`record_stream` makes the
-allocator wait for all work on the copy stream.) An arrived tensor was allocated on the copy stream, and only autograd
-knows its last user: `record_stream`. Copies between CPU and GPU use pinned memory, since others block the host. Pinned
-memory of the caller is read in place, and `settle` waits for the end of the copies.
+*Memory.* The allocator frees memory with the last reference, for the stream of its allocation, though others may use
+it. So we hold a reference to a sent tensor until the copy's event has passed, or the compute stream waits for it.
+(`record_stream` makes the allocator wait for all work on the copy stream.) An arrived tensor was allocated on the copy
+stream, and only autograd knows its last user: `record_stream`. Copies between CPU and GPU use pinned memory, since
+others block the host. Pinned memory of the caller is read in place: `settle` waits for the copies to end.
 """
 
 from __future__ import annotations

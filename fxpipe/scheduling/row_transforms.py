@@ -160,7 +160,7 @@ def with_updates(schedule: Schedule) -> Schedule:
 
 
 def forward_part(schedule: Schedule) -> Rows:
-    """Returns the actions of each row before its first R or B, or `ArgumentError` if an F follows (`1f1b`)."""
+    """Returns the actions of each row before its first R or B; `ArgumentError` if an F follows (`1f1b`)."""
     return tuple(row[:cut] for row, cut in zip(schedule.rows, _forward_ends(schedule), strict=True))
 
 

@@ -241,7 +241,7 @@ def pinned(memory: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_capture(devices: Iterable[torch.device]) -> None:
-    """Raises `StateError` if this thread captures a graph (`torch.cuda.graph`) on the current device or another."""
+    """Raises `StateError` if this thread captures a graph (`torch.cuda.graph`) on the current or one of `devices`."""
     kind = accelerator_type()
     if kind is None:
         return
@@ -249,7 +249,7 @@ def refuse_capture(devices: Iterable[torch.device]) -> None:
     if is_capturing is None or not _is_initialized(kind):
         return
     here = (device.index for device in devices if device.type == kind and device.index < device_count())
-    for index in dict.fromkeys((None, *here)):
+    for index in dict.fromkeys((None, *here)):  # not all devices: one that becomes current gets a context, and memory
         with torch.accelerator.device_index(index):
             if is_capturing():
                 device = torch.device(kind, torch.accelerator.current_device_index())

@@ -192,8 +192,8 @@ def run_beside_export(case: Case) -> dict[str, float]:
             start = time.process_time()
             run()
             seconds[name].append(time.process_time() - start)
-    found = {name: statistics.median(runs[1:]) for name, runs in seconds.items()}
-    return found | {"ratio": found["plan"] / (found["step"] + found["export"])}
+    medians = {name: statistics.median(runs[1:]) for name, runs in seconds.items()}
+    return medians | {"ratio": medians["plan"] / (medians["step"] + medians["export"])}
 
 
 # -- in the parent -----------------------------------------------------------------------------------------------------

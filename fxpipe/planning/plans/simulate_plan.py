@@ -58,7 +58,7 @@ def simulate(
         data_parallel, mesh: the number of replicas that share the mini-batch, and their order, as for `fxpipe.plan`.
             One replica is simulated, and the reduction of gradients over all.
         loss_seconds: of the loss of a micro-batch, forward and backward to the outputs, as in
-            `pipe.last_step.loss_seconds`. Default: as planned, 0 without a `loss_fn`.
+            `pipe.last_step.loss_seconds`. Default: as planned, 0 without a `loss_fn` or joint tail.
         overlaps: transfers overlap with computation; otherwise the receiving device copies before it computes. Default:
             as a pipe runs: True over processes, False within one.
         processes: each device has its own process, so that none waits for the Python of others. Stages then send values

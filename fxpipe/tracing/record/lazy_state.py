@@ -5,7 +5,7 @@
     self.scale.resize_(...); self.scale.copy_(...)      the shape of a buffer that was empty (observers of weights)
 
 A graph of the first call would create this state in every step. So the model is called once, the state stays, and the
-next call is recorded. The first call must compute the same as a later one, also on other samples.
+next call is recorded. Tensors get their values back. The first call must compute what later ones do, on any samples.
 """
 
 from __future__ import annotations

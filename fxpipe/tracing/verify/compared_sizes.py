@@ -263,7 +263,7 @@ _CANDIDATES = 4  # tried new sizes, since the model may reject some
 
 
 def check_dynamic_sizes(traced: Traced, leaves: Sequence[Any], seen: Sequence[Mapping[InputDim, int]]) -> None:
-    """Compares graph and model at other sizes, also those `seen`. Raises `FixedSizeError` if they differ at all."""
+    """Compares graph and model at other sizes, also those `seen`. `FixedSizeError`: they differ, or none can run."""
     if traced.uneven_outputs:
         raise FixedSizeError("rows of an output do not simply grow with the number of samples")
     example, symbols = traced.dynamic.example, traced.dynamic.symbols
