@@ -1,4 +1,4 @@
-"""Python state that forward reads and the user changes between steps.
+"""Python state that forward reads and the user changes: before the first step, and between steps.
 
 Each way changes what the plain model computes. A pipe follows, or refuses with an error of fxpipe's.
 """
@@ -236,6 +236,17 @@ def test_changes_between_steps_are_followed(way: str) -> None:
         assert _changes_result(model, x, before), "the change has no effect"
         assert_step(pipe, model, x)
         assert_step(pipe, model, x, one_pass=True)
+
+
+@pytest.mark.parametrize("way", [*WAYS][::5])
+def test_changes_before_the_first_step_are_followed(way: str) -> None:
+    act, change = WAYS[way]
+    model, block = _models(act)
+    x = torch.randn(4, 4)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
+        change(block)
+        assert_step(pipe, model, x, one_pass=True)
+        assert_step(pipe, model, x)
 
 
 def _count_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -138,7 +138,11 @@ LAYOUTS = {
 def test_inputs_of_every_layout(name):
     x = LAYOUTS[name]()
     assert x.shape == (7, 6)
-    assert_both_ways(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), x)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    assert_both_ways(model, x)
+    with pipe_of(model, example_args=(torch.randn(7, 6),)) as pipe:
+        pipe(x)
+        assert len(pipe._fxpipe.graphs) == 1  # which is that of every layout
 
 
 # -- nothing ---------------------------------------------------------------------------------------------------------

@@ -92,9 +92,11 @@ def test_what_a_device_copies_is_a_box_before_its_action():
     found, drawn = _drawn("copies")
     copied = [item for item in _boxes(drawn) if item.fill == RECEIVING_COLOUR]
     assert len(copied) == sum(span.receiving > 0 for span in found.spans) > 0
-    total = sum(item.width for item in copied)
-    width = gantt_layout(found.as_step()).frame.width
-    assert total == pytest.approx(sum(s.receiving for s in found.spans) / found.step_seconds * width)
+    frame = gantt_layout(found.as_step()).frame
+    scale = frame.width / found.step_seconds
+    places = sorted((frame.left + s.start * scale, s.receiving * scale) for s in found.spans if s.receiving)
+    for item, place in zip(sorted(copied, key=lambda item: (item.x, item.width)), places, strict=True):
+        assert (item.x, item.width) == pytest.approx(place)
     assert "receiving" in {item.text for item in drawn.items if isinstance(item, Text)}
 
 

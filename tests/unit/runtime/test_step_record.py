@@ -246,6 +246,8 @@ def test_the_trace_of_a_step_is_one_that_viewers_read(tmp_path):
     for number, start in starts.items():
         end = ends[number]
         assert (start["name"], start["cat"]) == (end["name"], end["cat"]), "by these and the id a viewer pairs them"
+        assert start["ts"] <= end["ts"]
+        assert end["bp"] == "e"  # it ends at the event that holds it, not at the next one
         for one in (start, end):  # an arrow's end lies in an event of its row
             assert any(s["tid"] == one["tid"] and s["ts"] <= one["ts"] <= s["ts"] + s["dur"] for s in spans)
 

@@ -64,7 +64,10 @@ def test_without_an_accelerator_stages_run_on_two_cpu_workers(monkeypatch):
     assert parse_devices(None) == (CPU, CPU)
 
 
-def test_a_backend_that_lacks_something_is_refused_by_name(backend, monkeypatch):
+def test_a_device_that_is_not_here_and_a_backend_that_lacks_something_are_refused_by_name(backend, monkeypatch):
+    for device, count in (("xpu:2", "2 XPU"), ("cuda:0", "0 CUDA")):
+        with pytest.raises(ArgumentError, match=f"devices: '{device}' is not available: there are {count} devices"):
+            parse_devices([device])
     monkeypatch.setattr(accelerator, "missing_support", lambda device: f"torch's backend {device.type!r} lacks streams")
     with pytest.raises(ArgumentError, match="'xpu:0' is not supported: torch's backend 'xpu' lacks streams"):
         parse_devices(["xpu:0"])

@@ -185,6 +185,17 @@ def test_broadcasting():
             trees.broadcast_prefix(wrong, spec)
 
 
+def test_a_field_that_an_output_of_transformers_has_in_other_calls_is_no_mistake():
+    pytree.register_pytree_node(Output, lambda o: ([*o.values()], [*o]), lambda leaves, keys: Output(*leaves))
+    try:
+        spec = trees.flatten(Output(logits=T))[1]
+        assert trees.broadcast_prefix({"loss": "mean"}, spec) == [trees.UNNAMED]
+        with pytest.raises(trees.StructureError, match="it has no 'lost', but 'logits'"):
+            trees.broadcast_prefix({"lost": "mean"}, spec)
+    finally:
+        pytree._deregister_pytree_node(Output)
+
+
 # -- through a pipe --------------------------------------------------------------------------------------------------
 
 

@@ -174,8 +174,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a name": (lambda: parse_pins("pin", {"a": "cpu"}, TWO), "stands 2 times in devices"),
     "graphs": (lambda: parse_compile({"options": {"triton.cudagraphs": True}}), "runs CUDA graphs"),
     "modes": (lambda: parse_compile({"mode": "max-autotune"}), "runs CUDA graphs"),
+    "a mode of graphs": (lambda: parse_compile({"mode": "reduce-overhead"}), "runs CUDA graphs"),
     "replicas": (lambda: make_settings({"devices": ["cpu"] * 4, "data_parallel": 3}), "cannot be shared out evenly"),
     "stages": (lambda: worker_count_for(5, "interleaved_1f1b", 2), "cannot be shared out with stages_per_device=2"),
+    "stages of a V": (lambda: worker_count_for(3, "zbv", None), "with stages_per_device=2, as 'zbv' has it"),
     "a plan's devices": (
         lambda: make_settings({"devices": ["cpu"] * 3}, drawn_plan(2)),
         "devices has 3 entries; give 2",

@@ -168,6 +168,11 @@ def test_module_that_goes_over_the_samples_is_kept_whole(name):
             compare(pipe, torch.randn(size, T, 6))
 
 
+def test_the_batch_size_as_an_output_is_that_of_the_mini_batch():
+    with fxpipe.pipeline(make_model(lambda m, x: (m.lin(x), len(x))), ["cpu", "cpu"], 2) as pipe:
+        assert pipe(torch.randn(5, 6))[1] == 5
+
+
 @leaf
 def _row_by_row(x):
     return torch.stack([row * 2 if row.sum() > 0 else row for row in x])

@@ -104,6 +104,9 @@ def test_hooks_inside(name, mode):
             assert_step(pipe, plain, x(batch))
             assert_step(pipe, plain, x(batch), one_pass=True)
         assert bool(pipe.plan.why) == (name in ("of the module", "backward", "backward pre", "backward and forward"))
+        if name.startswith("backward"):
+            assert "has the backward hook <function" in pipe.plan.why[0]
+            assert "remove it (hook.remove())" in pipe.plan.why[0]
 
 
 def test_a_module_goes_on_with_what_its_own_hook_keeps():
