@@ -321,6 +321,15 @@ class OutArgument(Case):
         return self.three(h) * mask + other.view(-1, 4)
 
 
+class ViewAsAnother(Case):
+    """What is written to elsewhere has a view there that takes its size from what nothing else there uses."""
+
+    def forward(self, x):
+        h, y = self.one(x), self.two(x)
+        view = h.view_as(y)
+        return self.three(h.add_(1)) + view
+
+
 class ViewWithoutGradients(Case):
     """The view says that it requires grad, as its base does, and no gradient goes in there."""
 
