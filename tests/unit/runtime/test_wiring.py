@@ -11,7 +11,7 @@ from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.wiring import Fences
+from fxpipe.runtime.wiring import Fences, Wiring, fences_of
 from fxpipe.scheduling.actions import Action, ActionKind
 
 
@@ -72,6 +72,14 @@ def test_who_waits_goes_on_when_it_opens(opens):
     assert passed.wait(10)
     thread.join(10)
     fences.wait(Action(ActionKind.FORWARD, 1, 2))  # for good
+
+
+def test_micro_batches_of_several_programs_wait_for_what_any_of_them_receives():
+    first, second, third = ((ActionKind.FORWARD, stage) for stage in range(3))
+    one = Wiring((), {}, (), {second: (first,), third: (second,)})
+    other = Wiring((), {}, (), {second: (first,), third: (first, second)})
+    assert fences_of([one]) == one.before
+    assert fences_of([one, other]) == {second: (first,), third: (second, first)}
 
 
 class Fan(Layered, first=4, parts=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(3))):

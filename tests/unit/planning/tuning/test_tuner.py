@@ -310,21 +310,21 @@ def test_beside_a_plan_nothing_that_makes_one_is_accepted(model: Net, x: torch.T
         fxpipe.tune("model")
 
 
-def _model() -> nn.Sequential:
+def _model(*more: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())]
-    return nn.Sequential(*layers, nn.Linear(8, 4))
+    return nn.Sequential(*layers, *more, nn.Linear(8, 4))
 
 
 def _data(samples: int) -> torch.Tensor:
     return torch.randn(samples, 8, generator=torch.Generator().manual_seed(samples))
 
 
-def _profile(model: nn.Module) -> Profile:
+def _profile(model: nn.Module, call: float = 1e-3) -> Profile:
     """A millisecond for a sample and as much for a call: more micro-batches pay, but not with few samples."""
     x = _data(8)
     found = fxpipe.profile(fxpipe.trace(model, (x,)), (x,), hardware="cpu")
-    forward = Seconds(1e-3, 1e-3)
+    forward = Seconds(call, 1e-3)
     nodes = [replace(cost, forward=forward, backward=forward + forward, weight=forward) for cost in found.nodes]
     return replace(found, nodes=tuple(nodes), estimated_for="")
 
@@ -380,6 +380,20 @@ def test_an_evaluation_counts_until_there_is_training() -> None:
         pipe(_data(4))  # trains, and has fewer samples
         assert pipe.plan.batch == 4
         assert pipe.plan.micro_batches == _chosen_first(4)
+
+
+def test_a_number_that_was_given_stays_and_one_that_the_model_refuses_is_not_chosen() -> None:
+    """Batch norm takes no single value for each channel."""
+    with _pipe(_model(), chunks=3) as pipe:
+        pipe(_data(2))
+        pipe(_data(32))
+        assert pipe.plan.chunks == 3
+    for more, chosen in (((), 8), ((nn.BatchNorm1d(8),), 4)):
+        model = _model(*more)
+        profile = _profile(model, call=0.0)
+        with fxpipe.pipeline(model, ["cpu", "cpu"], profile=profile, example_args=(_data(4),)) as pipe:
+            pipe(_data(8))
+            assert pipe.plan.micro_batches == chosen
 
 
 def test_where_nothing_fits_the_number_stays() -> None:
