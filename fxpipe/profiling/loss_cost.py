@@ -31,7 +31,7 @@ from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.tensors import slice_samples, tensors_in
 from fxpipe.tracing.traced import Traced
 from fxpipe.utils.batch_split import rows_of_inputs
-from fxpipe.utils.output_combination import needing_all
+from fxpipe.utils.output_combination import OutputCombination, needing_all
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
 LossOf = Callable[[Mapping[fx.Node, Any], int], "MicroBatchLoss"]  # (values of the graph, samples) -> their loss
@@ -62,6 +62,7 @@ class MicroBatchLoss:
 
     traced: Traced
     function: Callable[..., Any] | None  # None: the sum of the outputs of the tail
+    tail: tuple[OutputCombination, ...]  # on the device of the outputs
     outputs: tuple[Any, ...]  # what micro-batches hand out; these require grad if their gradients are needed
     target: tuple[Any, ...]
     micro_batches: float = 1.0  # that it is of, by samples
@@ -84,27 +85,27 @@ class MicroBatchLoss:
 
             outputs = list(map(of_all, outputs, traced.handed_out_dims))
         device = next((tensor.device for tensor in tensors_in(outputs)), None)
-        function, own_target = (None, ()) if loss is None else (loss.function, loss.target)
+        tail = tuple(one if device is None else one.on(device) for one in traced.combinations)
 
         def beside_outputs(tensor: torch.Tensor) -> torch.Tensor:
             return fake_if_active(tensor.detach()).to(tensor.device if device is None else device)
 
-        targets, spec = flatten(map_tensor_leaves(beside_outputs, own_target))
+        targets, spec = flatten(map_tensor_leaves(beside_outputs, () if loss is None else loss.target))
         part = slice_samples(targets, target_dims(targets, batch, rows_of_inputs(traced.in_dims)), 0, total)
-        return cls(traced, function, tuple(outputs), pytree.tree_unflatten(part, spec), total / samples)
+        function, target = None if loss is None else loss.function, pytree.tree_unflatten(part, spec)
+        return cls(traced, function, tail, tuple(outputs), target, total / samples)
 
     def __call__(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns the loss, and the outputs that its gradient goes to. Raises errors of `loss_fn` with a note."""
         own = [as_leaf(value) if isinstance(value, torch.Tensor) else value for value in self.outputs]
         target = map_tensor_leaves(torch.clone, self.target)  # `loss_fn` may write to it
-        outputs, tail = list(own), []
+        outputs = list(own)
         with set_thread_state(self.traced.state), torch.enable_grad():
-            for one in self.traced.combinations:
+            for one in self.tail:
                 outputs[one.output] = one.of(own)
-                tail += [outputs[one.output]] if one.requires_grad else []
             try:
                 if self.function is None:
-                    value = sum(x.float().sum() for x in tail)
+                    value = sum(outputs[one.output].float().sum() for one in self.tail if one.requires_grad)
                 else:
                     result = pytree.tree_unflatten(outputs[: len(self.traced.outputs)], self.traced.out_spec)
                     value = self.function(result, *target)
@@ -141,7 +142,6 @@ class MicroBatchLoss:
         return counter.most, NodeOperations(forward, backward, backward)
 
     def _share(self, operations: tuple[OperationCounts, ...]) -> tuple[OperationCounts, ...]:
-        """Returns what one micro-batch has of them."""
         return tuple(
             (kind, int(flops / self.micro_batches), int(moved / self.micro_batches))
             for kind, flops, moved in operations

@@ -235,8 +235,10 @@ def main() -> None:
         parts = {"passes": run_passes, "plan": run_plan, "beside export": run_beside_export}
         print(json.dumps(parts[part]((CASES | SMALLER)[name])))
         return
-    found = show_beside_export([name for name in options.cases if name in SMALLER])
-    found |= show_passes([name for name in options.cases if name in CASES])
+    found = {}
+    for show, cases in ((show_beside_export, SMALLER), (show_passes, CASES)):
+        if names := [name for name in options.cases if name in cases]:
+            found |= show(names)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -147,7 +147,7 @@ def test_an_error_of_the_loss_says_why_it_was_called():
 class Distances(Layered, lin=WIDTH):
     def forward(self, x):
         z = self.lin(x)
-        return torch.cdist(z, z).mean()
+        return (torch.cdist(z, z) - torch.eye(len(z), device=z.device)).mean()
 
 
 class OneAndTwoSeconds:
@@ -160,14 +160,14 @@ class OneAndTwoSeconds:
         return 2.0
 
 
-@pytest.mark.parametrize(
-    "samples", [2, 3, 16]
-)  # also sizes that are measured besides, and do not divide the mini-batch
-def test_a_micro_batch_has_its_share_of_a_joint_tail(samples):
+# Also of sizes that do not divide the mini-batch, and on another device than the recording's.
+@pytest.mark.parametrize(("samples", "device"), [(2, "cpu"), (3, "meta"), (16, "cpu")])
+def test_a_micro_batch_has_its_share_of_a_joint_tail(samples, device):
     traced = trace(Distances(), (batch()[0],), chunks=4)
-    values = {piece: torch.randn(samples, WIDTH, requires_grad=True) for piece in traced.pieces}
+    z = torch.randn(samples, WIDTH, requires_grad=True, device=device)
+    values = {piece: samples if piece.target == torch.Tensor.size else z for piece in traced.pieces}
     loss = MicroBatchLoss.of(traced, None, BATCH, values, samples)
-    assert [len(value) for value in loss.outputs if value is not None] == [BATCH]
+    assert [v if isinstance(v, int) else len(v) for v in loss.outputs if v is not None] == [BATCH, BATCH]
     assert loss.seconds(OneAndTwoSeconds(), 1) == pytest.approx((samples / BATCH, 2 * samples / BATCH))
     assert loss.probe()[0] >= BATCH * BATCH * 4
 
