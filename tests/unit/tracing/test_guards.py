@@ -368,6 +368,18 @@ def test_layer_drop_decides_once_for_a_step_and_by_chance():
         assert len({tuple(taken) for taken in seen}) > 4
 
 
+def test_a_lot_that_goes_on_into_the_computation_is_no_guard():
+    """A stage would draw another number than the one that was read: the same lines have to do both."""
+
+    def between(m, h, x):
+        keep = torch.rand(())
+        return h / keep if keep > 0.5 else h * keep
+
+    traced = trace(make_reading(between), (positive(),), tracer="record")
+    assert not traced.guards.guards
+    assert "depends on random numbers" in traced.whole[""]
+
+
 def test_guards_are_in_the_plan_and_on_disk(tmp_path):
     model = make_reading(lambda m, h, x: h.relu() if (x > 0).all() else h)
     with pipe_of(model, example_args=(positive(),)) as pipe:
