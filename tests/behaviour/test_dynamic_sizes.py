@@ -332,14 +332,14 @@ def test_two_dimensions_that_are_equal_by_chance_are_two() -> None:
             return self.second(h[..., : x.shape[-2], : x.shape[-1]]) + x
 
     sizes = ((16, 16), (12, 12), (16, 12), (20, 9), (7, 30))
-    assert assert_trains(Images(), [torch.randn(4, 3, *size) for size in sizes]) <= 3
+    assert assert_trains(Images(), [torch.randn(4, 3, *size) for size in sizes], evaluates=True) <= 3
 
 
 @pytest.mark.anywhere
 def test_sizes_and_the_number_of_samples_change_together() -> None:
     torch.manual_seed(1)
     batches = [torch.randn(n, length, D) for n, length in ((4, 7), (6, 12), (2, 5), (4, 16), (7, 9), (3, 4))]
-    assert assert_trains(Model(function=causal_mask), batches) == 2
+    assert assert_trains(Model(function=causal_mask), batches, evaluates=True) == 2
 
 
 def pipe_of(model: Any, *example: torch.Tensor, **options: Any) -> Any:
