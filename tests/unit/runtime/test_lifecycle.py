@@ -522,6 +522,15 @@ def test_the_end_waits_for_a_step_of_another_thread(monkeypatch):
         pass
 
 
+def test_the_end_inside_a_step_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr(engine_module, "LAST_STEP_SECONDS", 30)
+    engine = engine_module.Engine(Model(), None)
+    engine._busy = asked = _Asked(engine._busy)
+    with engine.running():
+        engine._end()
+    assert not asked.begun.is_set()
+
+
 def test_the_end_waits_for_all_engines_and_not_for_ever(monkeypatch):
     monkeypatch.setattr(engine_module, "LAST_STEP_SECONDS", 0.01)
     engines = [engine_module.Engine(Model(), None) for _ in range(2)]
