@@ -9,7 +9,7 @@ parameters, or on a buffer that forward changes. `extract_guards` moves the read
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from fxpipe.tracing.node_info import (
     value_read_of,
 )
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
+from fxpipe.tracing.tensors import slice_samples
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
 from fxpipe.utils.python_objects import equal_values
@@ -163,20 +164,33 @@ def refuse_unguardable(traced: Traced) -> None:
     )
 
 
+def reads_are_of_all_samples(traced: Traced, leaves: Sequence[Any]) -> bool:
+    """Returns whether what forward reads of all samples, and of one more, is what it has read of a part of them."""
+    reads, samples = _reads(traced), (leaves, slice_samples(leaves, traced.in_dims, 0, traced.batch_of(leaves) + 1))
+    return not reads or all(_guards_of(traced, reads).hold(traced, part, traced.seed) for part in samples)
+
+
 def extract_guards(traced: Traced) -> Guards:
     """Moves the reads out of a graph whose fixed sizes are constants."""
-    reads = [n for n in traced.graph.nodes if info(n).is_guarded_read]
-    needs = {read: _dependencies_of_read(read) for read in reads}
-    asked = [read for read in reads if set(_source_names(traced, needs[read]))]
-    wanted = {n for read in asked for n in needs[read]}
-    program, copies = input_program(traced.graph.nodes, wanted, _is_size, torch.device("cpu"))
-    guards = tuple(Guard(copies[read], value_read_of(read).value, info(read).source) for read in asked)
+    needs = _reads(traced)
+    guards = _guards_of(traced, {read: n for read, n in needs.items() if set(_source_names(traced, n))})
     dead = set[fx.Node]().union(*needs.values())
     for node in reversed(list(traced.graph.nodes)):
         is_dead = node in dead and not node.users and node.op in CALL_OPS
         if is_dead and (info(node).is_guarded_read or not (info(node).is_random or _written_storages(node))):
             traced.graph.erase_node(node)
-    return Guards(program, guards)
+    return guards
+
+
+def _reads(traced: Traced) -> dict[fx.Node, set[fx.Node]]:
+    """Returns the reads, with what they depend on."""
+    return {n: _dependencies_of_read(n) for n in traced.graph.nodes if info(n).is_guarded_read}
+
+
+def _guards_of(traced: Traced, reads: Mapping[fx.Node, Collection[fx.Node]]) -> Guards:
+    wanted = set[fx.Node]().union(*reads.values())
+    program, copies = input_program(traced.graph.nodes, wanted, _is_size, torch.device("cpu"))
+    return Guards(program, tuple(Guard(copies[n], value_read_of(n).value, info(n).source) for n in reads))
 
 
 def input_program(

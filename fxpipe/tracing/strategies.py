@@ -23,7 +23,7 @@ from fxpipe._torch.module_internals import MODULE_DICT_KEYS, all_modules
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.fake_tensors import is_faked
-from fxpipe.tracing.guards import expectations_of, extract_guards, refuse_unguardable
+from fxpipe.tracing.guards import expectations_of, extract_guards, reads_are_of_all_samples, refuse_unguardable
 from fxpipe.tracing.imported_graph import trace_by_function
 from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, active, methods_to_keep
@@ -336,6 +336,8 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     traced = replace(traced, dynamic=dynamic_sizes, batch_bounds=_batch_bounds(traced, request))
     traced = read_untracked_sizes(traced)
     refuse_unguardable(traced)
+    if traced.recorded_samples is not None and not reads_are_of_all_samples(traced, leaves):
+        raise TraceError("forward reads other values of all samples than of a part of them")
     traced = replace(traced, guards=extract_guards(traced))
     if request.is_compared:
         phase("comparing the graph with the model")

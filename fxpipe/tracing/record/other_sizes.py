@@ -295,9 +295,9 @@ def _insert_formulas(
 # -- recordings on a few samples ---------------------------------------------------------------------------------------
 #
 # Running a model on a large mini-batch several times may take minutes. So the model is recorded on the samples of one
-# micro-batch, unless forward reads values. Then sizes with the batch are disguised (see below): if the recording stays
-# the same, forward does not depend on the number of samples. The graph is compared with the model at the micro-batch
-# sizes. All other cases, such as user hooks and tables outside modules, are recorded on all samples.
+# micro-batch. Then sizes with the batch are disguised (see below): if the recording stays the same, forward does not
+# depend on the number of samples. The graph is compared with the model at the micro-batch sizes. All other cases, such
+# as user hooks, tables outside modules, and values that are others when all samples are read, are recorded on all.
 
 LONG_RECORDING = 0.25  # seconds; after shorter recordings, all samples are recorded
 
@@ -323,7 +323,7 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
     traced = record_on(*sample)
     if time.perf_counter() - start < LONG_RECORDING:
         return None  # further recordings would take longer than all samples
-    if any(runs_python(node) or info(node).is_guarded_read for node in traced.nodes):
+    if any(map(runs_python, traced.nodes)):
         return None
     if traced.constants.keys() - container_tensors(model).keys():  # tables outside modules, perhaps one for each size
         return None
