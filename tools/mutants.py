@@ -2422,6 +2422,12 @@ PLANNING = (
         "behaviour/test_backward.py::test_large_gradients_are_those_of_the_plain_model",
     ),
     Mutant(
+        "tracing/guards.py",
+        "return not reads or all(",
+        "return True or all(",
+        "unit/tracing/record/test_small_batch.py::test_value_that_is_read_is_that_of_all_samples",
+    ),
+    Mutant(
         "planning/cost_model.py",
         "if needing_all(traced.combinations) is None:",
         "if traced.combinations is not None:",

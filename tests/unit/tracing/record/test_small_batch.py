@@ -126,6 +126,20 @@ def test_value_that_depends_on_the_number_of_samples():
         fxpipe.trace(calling(at_five_in_all), (EXAMPLE,), chunks=4, tracer="record")
 
 
+@pytest.mark.parametrize("is_of_samples", [False, True])
+def test_value_that_all_samples_give_as_well(is_of_samples):
+    """Of the inputs, or of as many rows as there are samples (transformers ask whether positions are packed)."""
+
+    def ask(m, x):
+        rows = x if is_of_samples else torch.arange(6).expand(len(x), -1)
+        return m.lin(x).tanh() if (rows.diff(dim=1) != 7).all() else m.lin(x)
+
+    traced = fxpipe.trace(Forward(ask), (EXAMPLE,), chunks=4)
+    assert traced.recorded_samples == 3
+    assert is_graph_of(traced, [EXAMPLE])
+    assert len(traced.guards.guards) == is_of_samples
+
+
 def test_what_is_remembered_is_computed():
     met: dict[int, torch.Tensor] = {}
 
