@@ -298,8 +298,6 @@ def _expected_kind(losses: MicroBatchLosses) -> str:
     return "weighted mean" if losses.returns_weights else "mean over samples" if losses.reduction == "mean" else "sum"
 
 
-# -- The kinds of losses of a pipe, and when each is verified --------------------------------------------------------
-#
 # Verification keeps all outputs of a mini-batch and computes the loss again: in the 1st, 10th, 100th, ... step with a
 # loss. In these steps, and on the CPU in every step, `LossWeightingCheck` checks the weights of elements.
 #

@@ -154,12 +154,10 @@ def _random_schemas(name: str) -> tuple[torch.FunctionSchema, ...]:
     return tuple(schema_of(o) for o in overloads if torch.Tag.nondeterministic_seeded in o.tags)
 
 
-# -- generators of Python or numpy that a model holds ---------------------------------------------------------------
-#
-# Draws during tracing would repeat the same numbers in every step. Such generators cannot be seeded for a micro-batch
-# and its recomputation, unlike the global generators in a module kept whole. So a forward that draws from one is
-# refused. The search covers attributes of modules, globals of the files of their classes, and lists, tuples and dicts
-# in these. It misses generators that forward creates, or that objects of other types hold.
+# Draws during tracing would repeat the same numbers in every step. Generators of Python or numpy that a model holds
+# cannot be seeded for a micro-batch and its recomputation, unlike the global ones in a module kept whole. So a forward
+# that draws from one is refused. The search covers attributes of modules, globals of the files of their classes, and
+# lists, tuples and dicts in these. It misses generators that forward creates, or that objects of other types hold.
 
 _MAX_ITEMS = 1000  # in a container that is searched
 

@@ -479,8 +479,6 @@ def in_mode(model: nn.Module, evaluating: Collection[str] | None) -> Iterator[No
             module.training = was
 
 
-# -- one device for model and inputs during tracing ------------------------------------------------------------------
-#
 # A model that is spread over the devices of its stages cannot run as it is: to trace another graph (evaluation), its
 # tensors temporarily move to the CPU.
 

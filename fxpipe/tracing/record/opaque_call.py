@@ -369,8 +369,6 @@ def _puts_gradients(model: nn.Module, results: Sequence[Any], ends: Sequence[tor
     return False
 
 
-# -- opaque modules: one node for each call --------------------------------------------------------------------------
-#
 # The Python of an opaque module must run each time: it reads values that only the stages have, draws Python's random
 # numbers, or uses `torch.func`. Its parameters and buffers are arguments of the node; a replica holds them during a
 # call: a deep copy, including methods bound in `__init__` and modules in plain lists, that shares all other objects.
@@ -430,8 +428,6 @@ def _call_whole(
     return result
 
 
-# -- methods kept whole ------------------------------------------------------------------------------------------------
-#
 # If a module that is most of the model has to be kept whole, the cause may be one of its methods (as in SpecAugment).
 # So first those methods that use no modules inside are kept whole.
 

@@ -292,8 +292,6 @@ def _insert_formulas(
     return dataclasses.replace(base, recorded_sizes=tuple(sorted(holding)))
 
 
-# -- recordings on a few samples ---------------------------------------------------------------------------------------
-#
 # Running a model on a large mini-batch several times may take minutes. So the model is recorded on the samples of one
 # micro-batch. Then sizes with the batch are disguised (see below): if the recording stays the same, forward does not
 # depend on the number of samples. The graph is compared with the model at the micro-batch sizes. All other cases, such
@@ -332,8 +330,6 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
     return dataclasses.replace(traced, leaves=leaves, recorded_samples=samples)
 
 
-# -- recordings with disguised sizes -----------------------------------------------------------------------------------
-#
 # Python may use a size that depends on values, or one that may vary, without a method call (`range(size)`, the index of
 # a list). So such sizes are *disguised*: Python sees other numbers, and torch functions the real ones. If that changes
 # the recording, a size that depends on values becomes a read like others (`guards`), and one that may vary is refused:

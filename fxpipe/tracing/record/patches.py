@@ -262,8 +262,6 @@ def _run_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kw
         recorder.stack.pop()
 
 
-# -- compile mode ------------------------------------------------------------------------------------------------------
-#
 # Many libraries read a mask and take a faster path if it hides nothing, but not while compiling. In this block, both
 # questions are answered yes in this thread: with `is_compiling` alone, some libraries call higher-order operators.
 
