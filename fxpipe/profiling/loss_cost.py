@@ -99,10 +99,10 @@ class MicroBatchLoss:
         """Returns the loss, and the outputs that its gradient goes to. Raises errors of `loss_fn` with a note."""
         own = [as_leaf(value) if isinstance(value, torch.Tensor) else value for value in self.outputs]
         target = map_tensor_leaves(torch.clone, self.target)  # `loss_fn` may write to it
-        outputs = list(own)
+        outputs, computed = list(own), dict[str, Any]()
         with set_thread_state(self.traced.state), torch.enable_grad():
             for one in self.tail:
-                outputs[one.output] = one.of(own)
+                outputs[one.output] = one.of(own, computed)
             try:
                 if self.function is None:
                     value = sum(outputs[one.output].float().sum() for one in self.tail if one.requires_grad)

@@ -586,7 +586,8 @@ def test_plans_know_the_tail():
         # No stage works while the tail is computed: stages are as even as without it.
         assert last.loss_seconds > first.seconds > 0.8 * (last.seconds - last.loss_seconds)
         assert first.seconds < 1.2 * (last.seconds - last.loss_seconds)
-        assert fxpipe.simulate(plan).memory[-1].at_peak.working > 2 * 8192 * 8192 * 4  # the scores and their gradient
+        scores = fxpipe.simulate(plan).memory[-1].at_peak.working / (8192 * 8192 * 4)
+        assert 2 < scores < 5.5  # in float32, with gradients; outputs share them
     assert seconds[1] == pytest.approx(seconds[0], rel=0.05)  # rel: operations of a micro-batch take a launch at least
 
 
