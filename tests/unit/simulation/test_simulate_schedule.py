@@ -290,7 +290,7 @@ def test_transfers_are_those_of_the_runtime():
     """Of a program with portals: every way that a value or its gradient goes there is one here, and no other."""
     case = BY_NAME["unet"]
     args, _ = case.inputs(2)
-    with fxpipe.pipeline(case.make(), ["cpu"] * 4, 2, example_args=args) as pipe:
+    with fxpipe.pipeline(case.make(), ["cpu"] * 4, 2, example_args=args, hardware="cpu") as pipe:
         with torch.no_grad():
             pipe(*args)
         (_, assembly), *_ = pipe._fxpipe.graphs
