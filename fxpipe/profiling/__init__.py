@@ -120,7 +120,7 @@ def profile(
     ):
         loss = None
         if planned is not None or needing_all(traced.combinations) is not None:
-            loss = partial(MicroBatchLoss.of, traced, planned, traced.batch_of(leaves))
+            loss = partial(MicroBatchLoss.if_it_runs, traced, planned, traced.batch_of(leaves))
         place = _device_of_model(traced, leaves) if device is None else accelerator.parse_device("device", device)
         phase("counting operations")
         if is_faked() and chosen is None:
@@ -220,11 +220,11 @@ def _estimates(counts: GraphCounts, points: Sequence[SizePoint], hardware: Hardw
     if loss is not None:
         end = next(iter(counts.nodes)).graph.output_node()
         with in_fake_mode(), torch.inference_mode(False):
-            probed = {
-                point: loss(run.outputs, point.b).probe()
-                for point, run in counts.runs.items()
-                if point.others == here.others
-            }
+            runs = {point: run for point, run in counts.runs.items() if point.others == here.others}
+            losses = {point: loss(run.outputs, point.b) for point, run in runs.items()}
+            probed = {point: one.probe() for point, one in losses.items() if one is not None}
+        if here not in probed:
+            return timings
         work = work_of(tuple((point, ran) for point, (_, ran) in probed.items()), here)
         for point, (size, ran) in probed.items():
             timings.setdefault(point, {})[end] = NodeTiming.estimated(work, hardware, point, size, ran)

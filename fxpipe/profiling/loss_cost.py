@@ -34,7 +34,7 @@ from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.output_combination import OutputCombination, needing_all
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
-LossOf = Callable[[Mapping[fx.Node, Any], int], "MicroBatchLoss"]  # (values of the graph, samples) -> their loss
+LossOf = Callable[[Mapping[fx.Node, Any], int], "MicroBatchLoss | None"]  # (values of the graph, samples) -> their loss
 LOSS_NAME = "loss"  # in the list of node names
 LOSS_NOTE = "fxpipe: loss_fn raised this when it was called to find out what it costs"
 
@@ -66,6 +66,17 @@ class MicroBatchLoss:
     outputs: tuple[Any, ...]  # what micro-batches hand out; these require grad if their gradients are needed
     target: tuple[Any, ...]
     micro_batches: float = 1.0  # that it is of, by samples
+
+    @classmethod
+    def if_it_runs(cls, traced: Traced, loss: PlannedLoss | None, *of: Any) -> MicroBatchLoss | None:
+        """As `of`; None if there is only a tail, and it fails on few samples, repeated (a singular matrix)."""
+        try:
+            one = cls.of(traced, loss, *of)
+            return one if loss is not None or one() else None
+        except Exception:
+            if loss is not None:
+                raise
+            return None
 
     @classmethod
     def of(

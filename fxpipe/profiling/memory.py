@@ -47,9 +47,7 @@ from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.polynomial import SizePoint, fit_counts, polynomial_through
 
-# -- Temporary memory of a stage, in addition to parameters, gradients and saved storages ----------------------------
-#
-# A stage is assumed to need everything that it saves, and the maximum of `working_bytes_of` its nodes:
+# A stage is assumed to need, for working, all that it saves, and the maximum of `working_bytes_of` its nodes:
 #
 #     forward    values that the node reads and returns and no node has saved so far, and its temporary
 #     backward   the gradients of these, and its temporary

@@ -442,8 +442,8 @@ def measure(
         of_loss = {}
         if loss is not None:
             for point, values in outputs.items():
-                call = loss(values, point.b)
-                of_loss[point] = NodeTiming(*call.seconds(clock, repeats), 0.0, *call.probe())
+                if (call := loss(values, point.b)) is not None:
+                    of_loss[point] = NodeTiming(*call.seconds(clock, repeats), 0.0, *call.probe())
     timings = {point: {n: one.measured(n) for n in effects.nodes} for point, one in rounds.items()}
     for timing in (timing for point, timing in timings.items() if point != here):
         for node, like in timings[here].items():  # the share of parameter gradients was measured for the micro-batch

@@ -157,8 +157,6 @@ def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int = 1) -
     return have + new if count < 2 or new.is_sparse else have.add_(new)
 
 
-# -- Rollback of gradients if a hook raises ---------------------------------------------------------------------------
-#
 # Autograd passes gradients to one leaf after another. If a hook of a leaf raises, earlier leaves have theirs, and later
 # ones not. So if a leaf has hooks, the gradients from before the step are copied first. Side effects of hooks cannot be
 # undone, and hooks on autograd nodes are not visible. The drop-in's backward keeps gradients as plain torch does.

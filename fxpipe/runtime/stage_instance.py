@@ -87,8 +87,6 @@ def _merge_weights(
     return (n / total).to(device), ((n - 1) / (total - 1)).to(device), (n / (total - 1)).to(device)
 
 
-# -- Received values in a stage: the beginning of the autograd graph of a micro-batch ---------------------------------
-#
 # A graph holds a leaf, with its memory, until B, even if the stage has not saved its value. So received values enter
 # through one node that saves nothing, and their gradients are requested by its edges. Gradients of later users enter
 # there, too: autograd adds them in the input of the node, as in a leaf.

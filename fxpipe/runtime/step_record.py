@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from fxpipe.runtime.exchange import TransferNote
 
 
-# -- Notes that workers take while a step runs: cheap, since each action pays for them -------------------------------
-#
 # `step_record_of` evaluates them on request. A GPU runs an action after the host has queued it: events on its stream
 # before and after it are read with the record. So timing never waits for a GPU during a step.
 

@@ -92,8 +92,6 @@ def fences_of(wirings: Sequence[Wiring]) -> Mapping[Fence, tuple[Fence, ...]]:
     return {key: tuple(dict.fromkeys(fence for table in tables for fence in table.get(key, ()))) for key in keys}
 
 
-# -- Fences between actions on different devices: the second does not start before the first has passed --------------
-#
 # Most fences are open when a worker reaches them. So passed actions are recorded in a set, and only a worker that has
 # to wait creates an event. No opening is missed: the passing worker records the action first and then looks for an
 # event, the waiting worker adds an event first and then looks at the record.

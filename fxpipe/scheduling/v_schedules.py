@@ -38,9 +38,7 @@ from fxpipe.scheduling.builtin import zero_bubble
 from fxpipe.scheduling.row_transforms import merge_stage_rows, there_and_back
 from fxpipe.scheduling.validation import dependencies
 
-# -- ZB-V and DualPipeV: rows in parts --------------------------------------------------------------------------------
-#
-# The parts need enough micro-batches. With fewer, the actions of the missing ones are dropped.
+# Rows of ZB-V and DualPipeV have parts that need enough micro-batches. With fewer, actions of missing ones are dropped.
 
 
 class _VRow:

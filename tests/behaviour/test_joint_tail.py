@@ -591,6 +591,23 @@ def test_plans_know_the_tail():
     assert seconds[1] == pytest.approx(seconds[0], rel=0.05)  # rel: operations of a micro-batch take a launch at least
 
 
+def test_a_tail_that_few_samples_cannot_have_is_planned_without_its_cost():
+    """Of two samples, which planning repeats, the covariance of three features has no Cholesky factor."""
+
+    def whitened(a, b):
+        z = a[:, :3] + b[:, :3]
+        return torch.linalg.cholesky(z.T @ z).diagonal().log().sum().square()
+
+    model = Views(loss=whitened).double()
+    plain, given = copy.deepcopy(model), inputs(model, 8, torch.float64)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=given) as pipe:
+        assert pipe.plan.stages[-1].loss_seconds == 0
+        loss, want = pipe.forward_backward(*given), plain(*given)
+        want.backward()
+        torch.testing.assert_close(loss, want.detach())
+        assert_gradients(model, plain)
+
+
 def test_steps_are_compared_with_the_tail_where_it_runs():
     x, y = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
     with fxpipe.pipeline(TwoTowers(), ["cpu", "cpu"], chunks=4, example_args=(x, y)) as pipe:
