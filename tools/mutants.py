@@ -1628,7 +1628,7 @@ TRACING = (
         "utils/batch_split.py",
         "return frozenset((batch // parts, -(-batch // parts)))",
         "return frozenset((-(-batch // parts),))",
-        "behaviour/test_micro_batch_sizes.py::test_a_size_of_the_last_micro_batch_is_asked_as_well",
+        "project/test_docstrings.py",
     ),
     Mutant(
         "tracing/verify/effects.py",
