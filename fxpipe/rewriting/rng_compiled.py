@@ -3,7 +3,7 @@
 It does not support generators. Dropout multiplies by noise from a custom operator, which draws when the code runs, so
 the compiler's graph neither breaks nor changes from step to step. All other random nodes run uncompiled, and so does a
 forward that continues as Python (`record.graph_break`). The operator's tag keeps the compiler from recomputing the
-noise in backward, when another micro-batch may be running. On a CPU the noise is that of uncompiled code.
+noise in backward, when another micro-batch may be running. On a CPU the noise equals the noise of uncompiled code.
 """
 
 from __future__ import annotations

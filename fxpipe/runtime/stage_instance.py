@@ -173,7 +173,7 @@ class StageTotals:
     def final_buffers(
         self, others: Sequence[StageTotals], bring: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Returns the buffers that change, after all micro-batches. `bring`: moves those of `others`, replicas."""
+        """Returns the buffers that change, after all micro-batches. `bring`: moves buffers of `others`, replicas."""
         statistics = {i: calls for one in (self, *others) for i, calls in one._statistics.items()}
         ordered = [
             [
@@ -295,7 +295,7 @@ class StageInstance:
     def backward(
         self, pending: BackwardHandle, gradients: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
-        """Sums gradients of parameters, except those of W, which go on the tape; returns those of `pending.leaves`."""
+        """Sums gradients of parameters; leaves those of W on the tape. Returns gradients of `pending.leaves`."""
         roots, arrived = [], []
         for root, gradient in zip(pending.roots, gradients, strict=True):
             if gradient is not None:

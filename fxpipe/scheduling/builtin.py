@@ -78,7 +78,7 @@ def one_f_one_b(m: int, n: int) -> Rows:
 
 
 def zero_bubble(m: int, n: int, more: int = 0) -> Rows:
-    """Makes rows of ZB-H1: 1F1B with backward split, keeping at most those of 1F1B's first stage and `more`."""
+    """Makes rows of ZB-H1: 1F1B with backward split, keeping at most as many as 1F1B's first stage, and `more`."""
     rows = []
     for j in range(n):
         ahead = n - 1 - j + min(n - 1 - j, more)
