@@ -128,8 +128,6 @@ def pipeline(
         loss_fn, target: the loss of the steps, as for `forward_backward`, and a target for the example inputs. The plan
             then includes the cost of the loss, which is called a few times. If the model computes its loss, leave both
             out.
-        tracer: "record" records what forward runs, with guards on values that it reads, and keeps modules opaque if
-            needed. Or a function from the model to a `torch.fx.GraphModule`.
         in_dims: which dimension of each input holds the batch: an int, a tuple with an entry for each input, or a dict
             by name; None for an input without a batch. Found by trying if it is dimension 0. Inputs, outputs and target
             may have k consecutive rows for each sample (tiles of images, boxes).

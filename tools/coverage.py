@@ -10,7 +10,7 @@
 Every model trains and evaluates; what is right, and how exactly, says `tests/zoo/reference.py`. Models run in
 processes of their own, so that one that crashes or hangs is one row of the table.
 
-Columns: the way that was taken to trace it, nodes of the graph, the largest leaf's share of the parameters, whether
+Columns: what is special about the tracing, nodes of the graph, the largest leaf's share of the parameters, whether
 outputs, gradients and buffers equal the plain model's, seconds to plan, and how many graphs a pipe takes for batches
 of several sizes, where the model takes such (`tests/zoo/sizes.py`); then what `torch.fx.symbolic_trace` and
 `torch.distributed.pipelining.pipeline` do with the same model. Below it stands why, where more than two graphs were
@@ -42,7 +42,7 @@ from zoo.processes import rows_of
 from zoo.sizes import MANY_GRAPHS
 
 HEADERS = (
-    "model mode stages traced_by nodes leaf outputs gradients buffers seconds graphs symbolic_trace pipelining".split()
+    "model mode stages remarks nodes leaf outputs gradients buffers seconds graphs symbolic_trace pipelining".split()
 )
 CUTS = ("fxpipe", IN_ONE, HANDED_OVER)
 OWN_WAYS = (*CUTS, AT_SIZES)
@@ -118,7 +118,7 @@ def _table(rows: Sequence[Row]) -> list[list[object]]:
                 row.model,
                 row.mode,
                 row.stages,
-                f"{row.tracer} ({row.remarks})" if row.remarks else row.tracer,
+                row.remarks,
                 row.nodes,
                 f"{row.largest_leaf:.0%}",
                 *_parts(row),

@@ -29,7 +29,6 @@ from fxpipe._torch.versions import optional_name, required_names
 with required_names():
     _peek_interpreter_stack: Any = torch._C._functorch.peek_interpreter_stack
 
-PREDISPATCH_MODULE = "torch._functorch.predispatch"  # functions that represent transforms in graphs of export
 FunctionClass = type[torch.autograd.Function]
 Apply = Callable[..., Any]  # (function, *args, **kwargs) -> what torch's own `apply` returns
 ApplyHandler = Callable[[Apply, FunctionClass, tuple[Any, ...], dict[str, Any]], Any]

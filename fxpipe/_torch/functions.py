@@ -1,7 +1,4 @@
-"""Names and properties of torch's functions, and the arguments that an overload's schema declares as mutated.
-
-The code generator of a graph is required, and unchanged from torch 2.11 to 2.14.
-"""
+"""Names and properties of torch's functions, and the arguments that an overload's schema declares as mutated."""
 
 from __future__ import annotations
 
@@ -14,9 +11,6 @@ from torch import fx, nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import own_children
 from fxpipe._torch.operators import OpOverload, schema_of
-from fxpipe._torch.versions import require_attributes
-
-require_attributes(fx.Graph(), "_codegen")
 
 
 def opname(target: Any) -> str:
@@ -43,11 +37,6 @@ def label_of(path: str, module: nn.Module | None, name: str, args: tuple[Any, ..
         parts = [path, str(args[0].target).rpartition(".")[2], name]  # `bn_num_batches_tracked_add`, not `bn`
     label = "_".join(part.strip("_").replace(".", "_") for part in parts if part.strip("_")) or name.strip("_")
     return f"_{label}" if label[0].isdigit() else label
-
-
-def takes_input_leaves(graph: fx.Graph) -> bool:
-    """Returns True for a graph of export, whose placeholders are the leaves of the model's arguments."""
-    return getattr(graph._codegen, "pytree_info", None) is not None
 
 
 def is_tensor_method(func: Any, name: str) -> bool:

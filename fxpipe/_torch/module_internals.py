@@ -37,7 +37,6 @@ CALL_NAMES = (  # attributes that belong to a call of the module itself
     "_is_full_backward_hook",
     COMPILED_CALL,
 )
-GUARDS_MODULE = "_guards_fn"  # the end of the name of the module with export's checks
 
 require_attributes(nn.Module(), *STORE_NAMES, *CALL_NAMES)
 require_attributes(torch_module, *GLOBAL_HOOK_STORE_NAMES)

@@ -14,7 +14,6 @@ import torch
 from fxpipe._torch.versions import optional_name, require_attributes, required_names
 
 with required_names():
-    from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
 

@@ -54,7 +54,7 @@ DECIDED = ("placement", "chunks", "checkpoint", "schedule")  # settings of rank 
 Fields = Mapping[str, str]
 LONGEST_SHOWN = 120
 COMPARED_SETTINGS = (
-    *("placement", "chunks", "schedule", "checkpoint", "balance", "pins", "tracer", "check", "in_dims", "out_dims"),
+    *("placement", "chunks", "schedule", "checkpoint", "balance", "pins", "check", "in_dims", "out_dims"),
     *("dynamic_shapes", "leaf_modules", "deferred_batch_norm", "compile"),
 )
 

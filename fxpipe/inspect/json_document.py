@@ -92,7 +92,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         micro_batches        actual number: fewer if the mini-batch has fewer samples
         micro_batch          samples in the largest micro-batch, for which the seconds and bytes of a stage are given
         estimated_for        the hardware for which the seconds were estimated; empty if measured
-        schedule, balance, tracer, fingerprint                    as in `fxpipe.Plan`
+        schedule, balance, fingerprint                            as in `fxpipe.Plan`
         checkpoint           a mode, or a list with the mode of each stage
         why                  list of texts: how the model was traced, if not by plain recording
         guards               list of texts: values that forward read; with other values another graph runs
@@ -146,7 +146,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             parameter_bytes  for all stages
     """
     figures = plan_figures(plan)
-    names = "chunks micro_batches micro_batch estimated_for schedule checkpoint balance tracer fingerprint why guards"
+    names = "chunks micro_batches micro_batch estimated_for schedule checkpoint balance fingerprint why guards"
     stage_names = (
         "index device nodes code forward_seconds backward_seconds loss_seconds parameter_bytes gradient_bytes "
         "state_bytes activation_bytes sent_bytes memory_limit"

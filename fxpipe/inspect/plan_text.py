@@ -140,7 +140,7 @@ def plan_headline(plan: PlanData, *, always_counts_devices: bool = False) -> str
 def plan_choices(plan: PlanData) -> str:
     name = plan.schedule.partition(":")[0]  # without a user's table
     return (
-        f"schedule {name}, checkpoint {checkpoint_text(plan.modes)}, balance {plan.balance}, tracer {plan.tracer}, "
+        f"schedule {name}, checkpoint {checkpoint_text(plan.modes)}, balance {plan.balance}, "
         f"graph {plan.fingerprint[:12]}"
     )
 

@@ -208,7 +208,6 @@ def plan_of_cut(cut: Cut, program: Program, batch: int, settings: Settings) -> P
         micro_batch=samples,
         checkpoint=settings.checkpoint,
         balance=cut.balance,
-        tracer=traced.tracer,
         fingerprint=traced.fingerprint(),
         why=traced.why,
         guards=tuple(map(str, traced.guards.guards)) if traced.guards else (),

@@ -75,7 +75,7 @@ def plan(
             and with devices in several nodes. See `fxpipe.simulate`.
         devices, chunks, balance, pin, stages_per_device, schedule, checkpoint: as for `fxpipe.pipeline`.
         memory_limit, optimizer_state, profile, profile_budget, loss_fn, target: as for `fxpipe.pipeline`.
-        tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check, progress: as for `fxpipe.pipeline`.
+        in_dims, dynamic_shapes, out_dims, leaf_modules, check, progress: as for `fxpipe.pipeline`.
 
     Raises:
         FxpipeError: an argument is invalid, or the model cannot be traced or cut; see `fxpipe.errors`.

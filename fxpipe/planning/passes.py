@@ -162,7 +162,6 @@ def trace_batch(
             in_dims=settings.in_dims,
             out_dims=settings.out_dims,
             chunks=chunks,
-            tracer=settings.tracer,
             leaf_modules=settings.leaf_modules,
             check=settings.check,
             seed=seed,
@@ -350,7 +349,7 @@ def refusal_of_evaluation(
     # graph is prepared as the first evaluation would, and discarded: the error is the one that evaluation would raise.
     # This does not predict errors for other inputs, or for a graph that differs from its model.
     model, settings = first.traced.model, first.settings
-    if not model.training or first.traced.recording_options is None:
+    if not model.training:
         return None
     everything = [name for name, _ in model.named_modules()]
     with (

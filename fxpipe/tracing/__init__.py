@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
@@ -37,7 +37,7 @@ from fxpipe.tracing.record.record_model import input_leaves, refuse_side_effects
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.strategies import find_graph
-from fxpipe.tracing.traced import RECORD, Traced, TraceRequest, TracerOption, candidate_dims
+from fxpipe.tracing.traced import Traced, TraceRequest, candidate_dims
 from fxpipe.tracing.verify.effects import check_invariants
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.progress import show_progress
@@ -54,7 +54,6 @@ def trace(
     in_dims: Any = None,
     out_dims: Any = None,
     chunks: int = 1,
-    tracer: TracerOption = "record",
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
     seed: int = 0,
@@ -75,8 +74,6 @@ def trace(
             dimension, None (equal for all), "mean", "sum" or "stack". A single "mean" or "sum" applies to outputs
             without a batch dimension only. By default it is found automatically if possible.
         chunks: number of micro-batches: graph and model are also compared at their sizes.
-        tracer: "record" records the model (`fxpipe.tracing.strategies`); a function from the model to a
-            `torch.fx.GraphModule` creates the graph instead.
         leaf_modules: names or classes of modules to keep whole: their Python runs in every step, as one node.
         check: compare the graph with the model on real values, if it has values. Without the check, a wrong graph goes
             unnoticed.
@@ -112,25 +109,19 @@ def trace(
         _ready_to_record(model),
         with_fake_tensors(model, (args, kwargs or {})) as (args, kwargs),
     ):
-        tracer, whole = check_tracer(tracer), requested_leaf_modules(model, leaf_modules)
-        if whole and tracer != RECORD:
-            raise ArgumentError(
-                f"leaf_modules={[*whole]} and tracer={tracer!r}: only recording keeps modules whole, a graph has "
-                "nothing of their Python; leave out tracer or leaf_modules"
-            )
+        whole = requested_leaf_modules(model, leaf_modules)
         inputs, _, leaves = input_leaves(model, args, kwargs)
         candidate_dims(inputs, in_dims)  # before the model fails with an error about sizes
         dynamic = dynamic.with_asked(parse_dynamic_shapes(dynamic_shapes, inputs, parameters))
         compares = check and not is_faked()  # there are values
         request = TraceRequest(
-            model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, compares, seed, dynamic, is_whole
+            model, args, kwargs, leaves, whole, in_dims, out_dims, chunks, compares, seed, dynamic, is_whole
         )
         traced = replace(_find_graph_with_dynamic_sizes(request), print_lines=tuple(prints))
         if (mode := active_fake_mode()) is not None:
             traced.constants.update({name: mode.original(tensor) for name, tensor in traced.constants.items()})
         check_invariants(traced)
-        has_run = compares and traced.is_recorded
-        refuse_side_effects(traced, args, kwargs or {}, has_run)
+        refuse_side_effects(traced, args, kwargs or {}, has_run=compares)
     if mode is not None:
         traced.python_state.take()  # with the model's own tensors in lists and dicts
     return traced
@@ -144,7 +135,6 @@ def trace_unverified(
     The combination of outputs is determined again if other functions run than in `traced`. Raises any error if there is
     no such graph, or only with other options.
     """
-    assert traced.recording_options is not None
     model = traced.model
     with mute_repeated_prints(is_first_run=False), show_progress(False), _ready_to_record(model):
         recording = record_model.record(model, args, kwargs, traced.recording_options, traced.seed)
@@ -193,7 +183,7 @@ def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
     for place, dim in asked.asked.keys() - traced.dynamic.formulas.keys():
         leaf, is_of_samples = traced.leaves[place], traced.in_dims[place] == dim  # their number always varies
         if leaf.shape[dim] > 1 and not is_of_samples:  # size 1 is always fixed, as in `torch.export`
-            reason = reasons.get((place, dim), f"by {traced.tracer!r} nobody follows sizes")
+            reason = reasons[place, dim]
             raise ArgumentError(
                 f"dynamic_shapes names dimension {dim} of {leaf.path}, which cannot vary: {reason}; leave it out (each "
                 "size is another graph then), or let forward keep the size a size"
@@ -247,21 +237,3 @@ def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[n
             )
         whole |= dict.fromkeys(matching, LEAF_MODULE_REASON)
     return {path: why for path, why in whole.items() if not any(path.startswith(f"{p}.") for p in whole)}
-
-
-def check_tracer(tracer: Any) -> TracerOption:
-    accepted = (
-        f"accepted are {RECORD!r} and a function from the model to a torch.fx.GraphModule (torch.fx.symbolic_trace, or "
-        "one that calls torch.export.export: docs/tracing.md)"
-    )
-    if isinstance(tracer, fx.Tracer) or (isinstance(tracer, type) and issubclass(tracer, fx.Tracer)):
-        raise ArgumentTypeError(
-            f"tracer is a torch.fx.Tracer; {accepted}; make a function of it: lambda m: fx.GraphModule(m, "
-            "MyTracer().trace(m))"
-        )
-    if isinstance(tracer, str) and tracer != RECORD:
-        raise ArgumentError(f"tracer={tracer!r} is unknown; {accepted}; leave it out to have the model recorded")
-    if not isinstance(tracer, str) and not callable(tracer):
-        raise ArgumentTypeError(f"tracer is {with_article(tracer)}; {accepted}; leave it out to record the model")
-    known: TracerOption = tracer
-    return known

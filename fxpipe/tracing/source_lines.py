@@ -8,7 +8,6 @@ import functools
 import inspect
 import linecache
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -101,13 +100,6 @@ def warn_user(message: str) -> None:
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
-
-
-def line_in_stack(text: str) -> str:
-    """Returns the innermost line of a formatted stack outside torch and fxpipe, or ""."""
-    entries = re.findall(r'File "([^"]+)", line (\d+)', text)
-    users = [(file, line) for file, line in entries if not file.startswith((_TORCH, _FXPIPE, "torch/", "<"))]
-    return ":".join(users[-1]) if users else ""
 
 
 def line_of_error(error: BaseException) -> str:

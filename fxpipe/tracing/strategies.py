@@ -5,8 +5,8 @@
 3. Recording with some modules kept whole: the innermost modules around the failure. If this is the model, or most of
    it, methods that use no modules inside are kept whole first; then the rest of forward is one node (`graph_break`).
 
-With a function (`tracer=`), its graph is the only candidate. If a graph fails one of the passes (`run_passes`), the
-next way is tried. Errors that no graph can avoid, and errors of the model itself, end the search immediately.
+If a graph fails one of the passes (`run_passes`), the next way is tried. Errors that no graph can avoid, and errors of
+the model itself, end the search immediately.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from typing import Any
 from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.module_internals import MODULE_DICT_KEYS, all_modules
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import expectations_of, extract_guards, reads_are_of_all_samples, refuse_unguardable
-from fxpipe.tracing.imported_graph import trace_by_function
 from fxpipe.tracing.node_info import info, opaque_call_of
-from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, active, methods_to_keep
+from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, methods_to_keep
 from fxpipe.tracing.record.other_sizes import read_untracked_sizes, record_small_batch, record_with_batch_numbers
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.recorded_sizes import Disguise
@@ -61,7 +59,6 @@ from fxpipe.tracing.verify.equivalence import (
 from fxpipe.tracing.verify.sample_rows import join_sample_rows
 from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
 from fxpipe.utils.progress import phase
-from fxpipe.utils.python_state import PythonState
 
 LARGE_NODE_SHARE = 0.5  # share of the parameters above which one node is too large
 
@@ -114,18 +111,7 @@ def _graph_of_parts(request: TraceRequest) -> Traced:
 
 
 def _graph_of_all_samples(request: TraceRequest) -> Traced:
-    """Returns the graph of the user's function, or a recording, adding options after each failure."""
-    if not isinstance(request.tracer, str):
-        marks = active.missed_marks
-        traced = trace_by_function(request.model, request.tracer, request.args, request.kwargs)
-        if active.missed_marks != marks:
-            raise TraceError(
-                "fxpipe.cut() is seen by recording only; take the calls out, or cut by names (balance=[...])"
-            )
-        # The attributes that forward reads are unknown: the graph depends on all of them.
-        modules = all_modules(request.model)
-        places = [(m.__dict__, name) for m in modules for name in m.__dict__.keys() - MODULE_DICT_KEYS]
-        return replace(run_passes(traced, request), python_state=PythonState(values=modules, places=places))
+    """Returns the graph of a recording, adding options after each failure."""
     options = RecordingOptions(dict(request.leaf_modules), may_overwrite=request.may_overwrite)
     first: TraceError | None = None
     while True:
@@ -198,7 +184,6 @@ def _record_by_size(request: TraceRequest, options: RecordingOptions, recordings
 
         traced = replace(again({}), again=again)
         refuse_unguardable(traced)
-        assert traced.recording_options is not None
         options = traced.recording_options  # later recordings need the same options
         recordings.append(traced)
         return traced
@@ -255,7 +240,7 @@ def _reasons(traced: Traced, first: TraceError | None) -> tuple[str, ...]:
     opaque = {opaque_call_of(n).path: n for n in reversed(traced.nodes) if info(n).opaque_module is not None}
     nodes = reversed(opaque.values())  # the first of each module
     reasons = [f"{opaque_name(n)} is kept whole: {opaque_call_of(n).why}" for n in nodes]
-    if traced.recording_options is not None and traced.recording_options.in_compile_mode:
+    if traced.recording_options.in_compile_mode:
         reasons.insert(0, f"by the general paths of libraries: {first or 'the others look up values by sizes'}")
     if traced.recorded_sizes:
         sizes = ", ".join(map(str, traced.recorded_sizes))
@@ -315,14 +300,11 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     be cut, `ArgumentError` if there is no batch dimension, or inputs or outputs disagree on it.
     """
     leaves = request.leaves
-    is_for_one = traced.is_for_one_size or request.is_for_one_size
-    traced = replace(traced, is_whole=request.is_whole, is_for_one_size=is_for_one)
+    traced = replace(traced, is_whole=request.is_whole, is_for_one_size=request.is_for_one_size)
     refuse_unguardable(traced)
     why_fixed = ""  # why no dimension can be dynamic, whatever forward does
     if not request.is_compared and not is_faked():  # fake graphs are for planning only
         why_fixed = "the graph is not compared with the model"
-    elif traced.again is None:
-        why_fixed = f"by {traced.tracer!r} nobody follows sizes"
     elif traced.recorded_sizes:
         number = "forward makes plain numbers of the number of samples"
         why_fixed = f"{number}, and what becomes of other sizes is not followed"

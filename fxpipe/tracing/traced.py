@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from fxpipe.tracing.verify.effects import Effects
 
 CALL_OPS = ("call_function", "call_method")
-RECORD = "record"  # the tracer that records
-TracerOption = str | Callable[[nn.Module], fx.GraphModule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,6 @@ class TraceRequest:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: Sequence[Any]  # flattened inputs
-    tracer: TracerOption
     leaf_modules: Mapping[str, str]  # paths of the modules to keep whole, with the reason
     in_dims: Any
     out_dims: Any
@@ -176,8 +173,6 @@ class Traced:
     attributes: tuple[TensorGuard, ...] = ()  # the model's tensors during tracing
     switches: tuple[Any, ...] = field(default_factory=torch_switches)
     requires_grad: tuple[bool, ...] | None = None  # flags of all parameters, if forward reads any flag
-    tracer: str = "record"  # or the name of the function that created the graph
-    is_recorded: bool = True  # False: the graph was not created by recording the model
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
     any_sizes: frozenset[int] = frozenset()  # inputs that only modules kept whole read: their sizes do not matter
     # By output leaf: a dimension, "mean", "sum", "stack", "combined" (see below); None: not batched.
@@ -188,7 +183,7 @@ class Traced:
     tail: frozenset[fx.Node] = frozenset()  # nodes of combinations with rows, until they are removed
     shared: frozenset[fx.Node] = frozenset()  # values of inputs that samples share, until they are the head
     head: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> inputs by place
-    is_for_one_size: bool = False  # a graph of `torch.export`, or nodes may fix the number of samples
+    is_for_one_size: bool = False  # may nodes fix the number of samples?
     batch_conditions: tuple[SizeCondition, ...] = ()  # on mini-batch and micro-batches
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # on the mini-batch only
     dynamic: DynamicSizes = FIXED_SIZES  # dynamic dimensions of inputs
@@ -204,7 +199,7 @@ class Traced:
     batch_bounds: tuple[int, int | None] = (0, None)  # the user's bounds for the samples of a mini-batch
     has_keys_of_sizes: bool = False  # was a value looked up in a cache by a size?
     again: Callable[[Mapping[Any, int]], Traced] | None = None
-    recording_options: RecordingOptions | None = None  # None: not recorded
+    recording_options: RecordingOptions = PLAIN_RECORDING  # those that were needed
     device: torch.device | None = None  # to which planning moved the model for tracing; None: not moved
     signature: int = 0  # equal for recordings of the same functions on the same values; see `signature_of`
     seed: int = 0  # seed of the random numbers that forward draws and reads
@@ -462,7 +457,7 @@ class Traced:
     def __str__(self) -> str:
         from fxpipe.tracing.graph_text import node_table
 
-        head = f"{type(self.model).__name__}: {len(self.nodes)} nodes, traced by {self.tracer}"
+        head = f"{type(self.model).__name__}: {len(self.nodes)} nodes"
         guards = [f"- holds where {guard}" for guard in (self.guards.guards if self.guards else ())]
         return "\n".join([head, *(f"- {why}" for why in self.why), *guards, node_table(self.graph)])
 

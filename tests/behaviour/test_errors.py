@@ -87,7 +87,6 @@ MODES = ["'auto'", "'never'", "'except_last'", "'always'"]
         ({"checkpoint": "sometimes"}, ArgumentError, ["or a list with one of the last three for each stage"]),
         ({"checkpoint": True}, ArgumentError, ["checkpoint=True is unknown", *MODES]),
         ({"checkpoint": ["never"]}, ArgumentError, ["checkpoint=['never'] has 1 modes for 2 stages", "one for each"]),
-        ({"tracer": "magic"}, ArgumentError, ["tracer='magic' is unknown", "'record'", "a function from the model to"]),
         ({"check": "no"}, ArgumentTypeError, ["check='no'", "expected True or False"]),
         ({"deferred_batch_norm": 1}, ArgumentTypeError, ["deferred_batch_norm=1", "expected True or False"]),
         ({"example_args": _x()}, ArgumentTypeError, ["example_args is a Tensor; expected a tuple", "(x,)"]),
@@ -136,7 +135,7 @@ class ChangesList(Layered, layer=4, seen=lambda: []):
 
 def test_the_traceback_names_an_error_that_can_be_caught():
     with pytest.raises(fxpipe.errors.TraceError) as caught:
-        fxpipe.pipeline(nn.Sequential(ChangesList()), 2, tracer="record", example_args=(_x(),))
+        fxpipe.pipeline(nn.Sequential(ChangesList()), 2, example_args=(_x(),))
     assert traceback.format_exception_only(caught.value)[0].startswith("fxpipe.errors.TraceError: ")
 
 

@@ -988,7 +988,7 @@ def test_kept_whole_by_itself(name):
     make, why = BY_ITSELF[name]
     model = Model(make())
     plain = copy.deepcopy(model)
-    with fxpipe.pipeline(model, workers(2), 3, tracer="record") as pipe:
+    with fxpipe.pipeline(model, workers(2), 3) as pipe:
         for batch in (6, 5):
             given = x(batch)
             assert_step(pipe, plain, given)

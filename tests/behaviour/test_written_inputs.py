@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.every_cut import EveryCut
-from helpers.graph_functions import exporting
 from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state
 from torch import nn
@@ -377,11 +376,6 @@ def test_a_container_that_forward_changes_is_refused(case, aux, item, text):
     assert f"forward changes {item} in an object that it was given as an input" in str(error.value)
     assert line_of(case, text) in str(error.value)
     assert str(aux) == str(before), "planning has changed the example"
-
-
-def test_another_tracer_does_not_lose_what_forward_puts_into_a_container():
-    with pytest.raises(TraceError):
-        fxpipe.trace(PutsIntoADict(), (torch.randn(4, 4), {}), tracer=exporting(torch.randn(4, 4), {}))
 
 
 def test_an_input_that_gets_another_shape_is_refused():

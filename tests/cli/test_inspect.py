@@ -114,7 +114,7 @@ def test_table_of_two_stages() -> None:
     assert text == (
         """\
 2 stages, 4 micro-batches of at most 2 samples
-schedule 1f1b, checkpoint never, balance block, tracer recording, graph 0123456789ab
+schedule 1f1b, checkpoint never, balance block, graph 0123456789ab
 
   stage  device      nodes    parameters    forward    backward        in    memory    sends    portals
                                                                    flight                        in/out

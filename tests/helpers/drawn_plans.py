@@ -37,7 +37,6 @@ def drawn_plan(
         micro_batch=samples,
         checkpoint="never",
         balance="block",
-        tracer="record",
         fingerprint="0123456789abcdef",
         placement=placed,
         sendings=tuple(PlannedTransfer(source, target, MIB * samples, 0.0) for source, target in ways),

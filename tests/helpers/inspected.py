@@ -42,7 +42,6 @@ def make_plan(
         micro_batch=2,
         checkpoint=checkpoint,
         balance="block",
-        tracer="recording",
         fingerprint="0123456789abcdef",
     )
 

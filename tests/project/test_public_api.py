@@ -34,13 +34,13 @@ OF_A_PIPE = "close compile forward_backward last_step model plan train_stream"
 ARGUMENTS = {
     "pipeline": """
         model devices chunks * example_args example_kwargs balance pin stages_per_device schedule checkpoint
-        memory_limit optimizer_state hardware profile profile_budget loss_fn target tracer in_dims
+        memory_limit optimizer_state hardware profile profile_budget loss_fn target in_dims
         dynamic_shapes out_dims leaf_modules check progress deferred_batch_norm compile plan outputs timeout
         data_parallel
     """,
     "plan": """
         model stages * example_args example_kwargs devices chunks balance pin stages_per_device schedule
-        checkpoint memory_limit optimizer_state hardware profile profile_budget loss_fn target tracer in_dims
+        checkpoint memory_limit optimizer_state hardware profile profile_budget loss_fn target in_dims
         dynamic_shapes out_dims leaf_modules check progress data_parallel mesh processes
     """,
     "profile": """
@@ -48,7 +48,7 @@ ARGUMENTS = {
         loss_fn target progress
     """,
     "trace": """
-        model args kwargs * in_dims out_dims chunks tracer leaf_modules check seed progress dynamic_shapes
+        model args kwargs * in_dims out_dims chunks leaf_modules check seed progress dynamic_shapes
         dynamic is_whole
     """,
     "simulate": """
@@ -58,7 +58,7 @@ ARGUMENTS = {
     "tune": """
         model_or_plan devices * example_args example_kwargs batch_size schedules chunks checkpoint
         stages_per_device measure reduction balance memory_limit optimizer_state hardware profile profile_budget
-        loss_fn target tracer in_dims dynamic_shapes out_dims leaf_modules check progress data_parallel mesh
+        loss_fn target in_dims dynamic_shapes out_dims leaf_modules check progress data_parallel mesh
         processes
     """,
     "Pipeline.forward_backward": """

@@ -107,7 +107,6 @@ class Row:
     stages: int
     verdict: str  # "right", "refused", "wrong outputs", "wrong gradients", "wrong buffers", "fails", "hangs", "crashes"
     message: str = ""
-    tracer: str = ""
     remarks: str = ""  # what is special about the way
     nodes: int = 0
     largest_leaf: float = 0.0  # its share of the parameters

@@ -158,7 +158,6 @@ def _why_many(pipe: fxpipe.Pipeline) -> str:
 def _about(pipe: fxpipe.Pipeline) -> dict[str, Any]:
     plan = pipe.plan
     return {
-        "tracer": plan.tracer,
         "remarks": _remarks(pipe),
         "nodes": sum(len(stage.nodes) for stage in plan.stages),
         "largest_leaf": largest_leaf(pipe),

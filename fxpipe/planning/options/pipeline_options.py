@@ -25,8 +25,6 @@ from fxpipe.planning.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.profiling.loss_cost import PlannedLoss, parse_loss
 from fxpipe.scheduling import ScheduleLike
-from fxpipe.tracing import check_tracer
-from fxpipe.tracing.traced import RECORD, TracerOption
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.units import parse_count, parse_number, with_article
 
@@ -53,7 +51,6 @@ class ModelOptions(TypedDict, total=False):
     profile_budget: Annotated[float | None, None]
     loss_fn: Annotated[Callable[..., Any] | None, None]
     target: Annotated[Any, None]
-    tracer: Annotated[TracerOption, RECORD]
     in_dims: Annotated[Any, None]
     dynamic_shapes: Annotated[Any, None]
     out_dims: Annotated[Any, None]
@@ -82,7 +79,7 @@ OPTION_DEFAULTS: dict[str, Any] = {
     name: annotation.__metadata__[0]
     for name, annotation in get_type_hints(PipelineOptions, include_extras=True).items()
 }
-TRACING_OPTIONS = ("tracer", "in_dims", "dynamic_shapes", "out_dims", "leaf_modules", "check")
+TRACING_OPTIONS = ("in_dims", "dynamic_shapes", "out_dims", "leaf_modules", "check")
 # Options for planning only, refused if a plan is passed.
 PLANNING_OPTIONS = (
     *("balance", "pin", "memory_limit", "optimizer_state"),
@@ -197,7 +194,6 @@ class Settings:
     schedule: ScheduleLike  # a name, or a user's table or function
     checkpoint: str | tuple[str, ...]  # "auto", a mode, or one mode for each stage
     balance: str | tuple[int, ...] | tuple[str, ...]
-    tracer: TracerOption
     in_dims: Any = None
     dynamic_shapes: Any = None  # as given by the user; interpreted with the inputs
     out_dims: Any = None
@@ -328,7 +324,6 @@ def make_settings(
         schedule=order,
         checkpoint=modes,
         balance=parse.parse_balance(balance, len(placement)),
-        tracer=check_tracer(options["tracer"]),
         in_dims=options["in_dims"],
         dynamic_shapes=options["dynamic_shapes"],
         out_dims=options["out_dims"],

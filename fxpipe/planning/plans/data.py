@@ -195,7 +195,6 @@ class PlanData:
     micro_batch: int  # samples in the largest micro-batch, for which seconds and bytes are given
     checkpoint: str | tuple[str, ...]  # one mode, or one for each stage
     balance: str
-    tracer: str
     fingerprint: str
     why: tuple[str, ...] = ()  # why the graph is not a plain recording
     guards: tuple[str, ...] = ()  # values that forward read; other values need another graph

@@ -102,7 +102,7 @@ def tune(
         balance: the balance of the stages: "auto", "block" or "optimal".
         memory_limit: memory available to stages on a device, as for `fxpipe.pipeline`; replaces a plan's limits.
         hardware: the hardware for which seconds, memory and links are estimated, as for `fxpipe.plan`.
-        optimizer_state, profile, profile_budget, tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check: as for
+        optimizer_state, profile, profile_budget, in_dims, dynamic_shapes, out_dims, leaf_modules, check: as for
             `fxpipe.pipeline`.
         progress: show bars, if stderr is a terminal.
         data_parallel: the number of replicas of the pipeline; "auto": the best number. Needs `hardware`.

@@ -56,7 +56,6 @@ OpaqueRun = Callable[[Sequence[torch.Tensor], tuple[Any, ...], dict[str, Any]], 
 
 class _Active(threading.local):
     recorder: Recorder | None = None
-    missed_marks = 0  # calls of `cut` in this thread without a recorder
 
 
 active = _Active()
@@ -78,7 +77,8 @@ def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], a
     """Calls a hook of a module as one node. A hook that uses tensors of the module needs an opaque module."""
     name = getattr(hook, "__name__", type(hook).__name__)
     label = f"hook_{name}" if name.isidentifier() else "hook"
-    before = [(store, dict(store)) for key, store in module.__dict__.items() if key.endswith("_hooks")]
+    stores = [store for key, store in module.__dict__.items() if key.endswith("_hooks") and isinstance(store, dict)]
+    before = [(store, dict(store)) for store in stores]
     try:
         result, node = call_function(recorder, functools.partial(hook, module), label, arguments, {}, in_module=True)
     finally:
@@ -133,14 +133,13 @@ def cut() -> None:
             return x
 
     Only planning uses marks; they do not change how the model runs. If there are fewer marks than cuts, the solver
-    chooses the others. Marks require a recorded graph (not one from `tracer=`).
+    chooses the others.
 
     Raises:
         ArgumentError: the mark is inside an opaque node (an opaque module, a hook, a `fxpipe.leaf`).
     """
     recorder = active.recorder
     if recorder is None:
-        active.missed_marks += 1
         return
     if recorder.paused:
         where = f"module {recorder.module!r}" if recorder.module else "the model"

@@ -7,7 +7,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -29,7 +29,7 @@ from fxpipe.tracing.print_calls import end_first_run
 from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.opaque_call import UNREAD_SEQUENCE, methods_to_keep
 from fxpipe.tracing.record.patches import compile_mode, patch_for_recording
-from fxpipe.tracing.record.recorded_sizes import LAYOUT, RECORDED, SIZE_FUNCTIONS, Disguise
+from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS, Disguise
 from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, is_user_file, line_of_function
@@ -86,9 +86,6 @@ def record(
     options: RecordingOptions = PLAIN_RECORDING,  # the result has those that were needed
     seed: int = 0,  # seeds the random numbers that forward draws and reads
     disguised: Disguise = MappingProxyType({}),  # sizes that Python sees changed (`record.other_sizes`)
-    # (recorder, *args, **kwargs) -> output: runs instead of the model (a graph of it, created by other means).
-    run: Callable[..., Any] | None = None,
-    held: Mapping[str, torch.Tensor] | None = None,  # tensors, by name, that `run` holds and the model does not
 ) -> Traced:
     """Runs `model` once on the inputs and returns its graph. The model and all random states stay unchanged.
 
@@ -100,10 +97,10 @@ def record(
 
         def attempt() -> tuple[Traced, Recorder]:
             nonlocal options
-            recorder = Recorder(model, options, held, seed, step)
+            recorder = Recorder(model, options, seed, step)
             recorder.sizes.disguised = disguised
             try:
-                return _record_once(recorder, args, kwargs, run), recorder
+                return _record_once(recorder, args, kwargs), recorder
             except Exception as error:
                 is_drawn = "" in recorder.random.python_modules
                 if recorder.hides_sequences:
@@ -112,7 +109,7 @@ def record(
                     if not recorder.sizes.was_refused_as_key:
                         raise
                     options = replace(options, hashes_sizes=True)
-                elif is_drawn and not (run or options.draws_for_python):
+                elif is_drawn and not options.draws_for_python:
                     options = replace(options, draws_for_python=True)
                 elif is_drawn and not options.whole.keys() >= {*(own := methods_to_keep(model, ""))}:
                     before, whole = options, dict.fromkeys(own, "it draws Python's or numpy's random numbers")
@@ -136,7 +133,7 @@ def record(
             if not recorder.has_hooks or options.records_hooks:
                 raise error
             options = replace(options, records_hooks=True)  # a hook may have made it
-            return record(model, args, kwargs, options, seed, disguised, run, held)
+            return record(model, args, kwargs, options, seed, disguised)
         return replace(traced, recording_options=options)
 
 
@@ -159,16 +156,12 @@ def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str,
         )
 
 
-def _record_once(
-    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None
-) -> Traced:
+def _record_once(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     model = recorder.model
     model_flags = module_flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
     copies = as_given(leaves, map(copy_of_input, values))
     recorder.sizes.input_leaves, recorder.sizes.input_paths = copies, [leaf.path for leaf in leaves]
-    if run:
-        recorder.sizes.ask(*LAYOUT, UNKNOWN_LINE)
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
             node = recorder.graph.placeholder(f"in_{place}")
@@ -182,7 +175,7 @@ def _record_once(
         with preserve_state(model) as snapshot, preserve_objects(spec):
             torch.default_generator.manual_seed(recorder.random.seed_of_generator)
             with in_fake_mode(), patch_for_recording(recorder), recorder:
-                result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
+                result = model(*run_args, **run_kwargs)
             recorder.origin = "", line_of_function(forward_of(model))
             recorder.random.refuse_seeding(torch.default_generator.initial_seed(), generator_states())
             changed = changed_input_item(model, (run_args, run_kwargs), leaves, copies, spec)
@@ -196,9 +189,7 @@ def _record_once(
             again = as_given(leaves, map(copy_of_input, values))
             tree = pytree.tree_unflatten(again, spec)
             is_changed = functools.partial(changed_input_item, model, tree, leaves, again, spec)
-            raise changed_container_error(
-                changed, UNKNOWN_LINE if run else line_of_change(model, tree, spec, is_changed)
-            )
+            raise changed_container_error(changed, line_of_change(model, tree, spec, is_changed))
         own_generators.refuse_drawn()
         if recorder.refusal is not None:  # forward caught it
             raise recorder.refusal

@@ -387,11 +387,11 @@ class SizeRecorder:
         self._nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
         self.storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: storages that forward holds
 
-    def ask(self, question: Callable[[Sequence[Any]], Any], text: str, where: str = "") -> None:
+    def ask(self, question: Callable[[Sequence[Any]], Any], text: str) -> None:
         if text not in self.input_reads:
             with self.recorder.pause():
                 answer = question(self.input_leaves)
-            self.input_reads[text] = InputRead(question, answer, text, where or self.recorder.source)
+            self.input_reads[text] = InputRead(question, answer, text, self.recorder.source)
 
     def ask_about(self, tensor: Any, question: Callable[[Any], Any], name: str) -> None:
         """Records a question about a tensor if it is an input: its number or bool, or whether it is not None."""

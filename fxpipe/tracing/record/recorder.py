@@ -115,14 +115,14 @@ class TensorRegistry:
 class TensorNames:
     """The names under which a graph reads tensors that it did not create: of the model, and constants, kept alive."""
 
-    def __init__(self, model: nn.Module, held: Mapping[str, torch.Tensor]):
+    def __init__(self, model: nn.Module):
         slots = model_state.slots_of(model)
         self._own: dict[int, str] = {}
         # A shared tensor gets the name of the parameter, which optimizers and `state_dict` use.
         for slot, tensor in sorted(slots.items(), key=lambda item: item[0].kind != "parameter"):
             self._own.setdefault(id(tensor), slot.name)
         self._others: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, tensor in (*model_state.container_tensors(model).items(), *held.items()):
+        for name, tensor in model_state.container_tensors(model).items():
             self._others.setdefault(id(tensor), (name, tensor))
         taken = {slot.name for slot in slots}.union(name for name, _ in self._others.values())
         self._free = (name for n in itertools.count() if (name := f"constant_{n}") not in taken)
@@ -132,7 +132,7 @@ class TensorNames:
         return self._own.get(id(tensor))
 
     def other(self, tensor: torch.Tensor) -> str | None:
-        """Returns the name of a tensor in a container of a module, of a held tensor, or of a constant."""
+        """Returns the name of a tensor in a container of a module, or of a constant."""
         name, _ = self._others.get(id(tensor), (None, tensor))
         return name
 
@@ -205,7 +205,6 @@ class Recorder(TorchFunctionMode):
         self,
         model: nn.Module,
         options: RecordingOptions = PLAIN_RECORDING,
-        held: Mapping[str, torch.Tensor] | None = None,  # constants of the graph: tensors of a replacement of the model
         seed: int = 0,  # seeds the random numbers that forward draws and reads
         step: ProgressStep = ignore_progress,  # called for each node
     ):
@@ -240,7 +239,7 @@ class Recorder(TorchFunctionMode):
         self.ended_modules: list[str] = []
         self.registry = TensorRegistry()
         self._forgetting = NoSavedTensors()
-        self.names = TensorNames(model, held or {})
+        self.names = TensorNames(model)
         self.attribute_nodes: dict[str, fx.Node] = {}  # by name of the tensor
         fixed = [
             (p, name) for name, p in model.named_parameters() if p.layout == torch.strided and model_state.is_fixed(p)

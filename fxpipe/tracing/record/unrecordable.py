@@ -90,7 +90,7 @@ _REFUSED = {
     "retain_grad": "keeps the gradient of a tensor",
     "backward": "runs backward",
 }
-# Refused functions that see the gradient of a tensor. Export and symbolic tracing drop them.
+# Refused functions that see the gradient of a tensor.
 TENSOR_HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad".split())
 _IN_PLACE = frozenset(
     "__setitem__ __ior__ __iand__ __ixor__ __ilshift__ __irshift__ __imod__ __iadd__ __isub__ __imul__ __itruediv__ "
@@ -133,13 +133,6 @@ def refusal_of_call(
     if is_in_functorch_transform():
         return "uses a transform of torch.func (vmap, grad)", "write the batched function out", True
     return None
-
-
-def lost_by_import(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
-    refusal = refusal_of_call(func, name, args, kwargs)
-    if refusal is None or (refusal[2] and name not in TENSOR_HOOKS):
-        return None
-    return refusal[0], refusal[1] + (OPAQUE_REMEDY if name in TENSOR_HOOKS else "")
 
 
 DISTRIBUTED = (

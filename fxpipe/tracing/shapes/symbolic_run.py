@@ -244,7 +244,7 @@ class SymbolicRun:
         return value
 
     def _may_fix(self, node: fx.Node) -> bool:
-        return self.traced.is_for_one_size and self.traced.is_recorded and node not in self.known.fixing
+        return self.traced.is_for_one_size and node not in self.known.fixing
 
     def _run(self, node: fx.Node) -> Any:
         if node.target is not F.interpolate:

@@ -104,9 +104,8 @@ def add_shapes(
             if condition := batch_condition(traced, read, operands):
                 conditions.append(condition)
             not_followed = not_followed or (read.where if read.function in NOT_FOLLOWED else "")
-    if traced.is_for_one_size and (run.known.fixing or not traced.is_recorded):
-        unknown = f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
-        where = next((info(node).source for node in run.known.fixing), unknown)
+    if traced.is_for_one_size and run.known.fixing:
+        where = next(info(node).source for node in run.known.fixing)
         conditions.append(SizeCondition(sympy.Eq(traced.batch, traced.batch_of(values)), where))
     conditions += [c for c in _layout_conditions(run, formula) if c.condition.free_symbols == {traced.batch}]
     for read in of_values:

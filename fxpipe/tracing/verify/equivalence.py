@@ -1,8 +1,8 @@
 """Compares every graph with its model, on real values and at the sizes that will run.
 
 Other sizes show what a recording can miss: a loop over the batch, a branch on a size, a value treated as a constant.
-A graph with correct outputs can still be wrong: symbolic tracing loses the backward of an `autograd.Function`, and the
-second call reads state of the first, in buffers or hidden in an object or a global. So, on a few samples,
+A graph with correct outputs can still be wrong: it may have lost a backward of its own, and the second call reads state
+of the first, in buffers or hidden in an object or a global. So, on a few samples,
 
     model   call ──▶ output, gradients, state ──▶ call on other samples ──▶ output, state
     graph   run  ──▶ output, gradients, state ──▶ run  on the same      ──▶ output, state
@@ -242,7 +242,7 @@ def call_model(traced: Traced, inputs: Sequence[Any], size_note: str = "") -> tu
     copies = as_given(traced.leaves, map(writable_copy, inputs))
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
     options = traced.recording_options
-    draws = python_draws(lambda: False, torch.Tensor.item) if options and options.draws_for_python else []
+    draws = python_draws(lambda: False, torch.Tensor.item) if options.draws_for_python else []
     with DrawFromStream(DrawStream(traced.seed), traced.draws_from_stream), replaced(draws):
         result = hooks.run_model(traced.model, args, kwargs)
     if changed := changed_input_item(traced.model, (args, kwargs), traced.leaves, copies, traced.in_spec):
@@ -403,10 +403,9 @@ def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: in
                     )
             for name, tensor in of_model.state.items():
                 if name not in of_graph.state or not is_roughly_close(tensor, of_graph.state[name]):
-                    leave = "" if traced.is_recorded else ", or leave it to recording (tracer='record')"
                     raise TraceError(
-                        f"forward changes {name!r}, and {_graph_text(traced)} does not do the same{when}; keep what "
-                        f"forward changes in a buffer (register_buffer){leave}"
+                        f"forward changes {name!r}, and the traced graph does not do the same{when}; keep what "
+                        "forward changes in a buffer (register_buffer)"
                     )
         return
 
@@ -435,25 +434,13 @@ def _refuse_other_gradients(traced: Traced, want: _CallResult, have: _CallResult
             same = again[name]
             if same is not None and gradient.distance(other) <= 100 * gradient.distance(same, GRADIENT_FACTOR):
                 continue
-        raise TraceError(
-            f"the gradient of {name!r} by {_graph_text(traced)} is not the model's{_gradient_remedy(traced)}"
-        )
+        raise TraceError(f"the gradient of {name!r} by the traced graph is not the model's{GRADIENT_REMEDY}")
 
 
-def _graph_text(traced: Traced) -> str:
-    return "the traced graph" if traced.is_recorded else f"the graph that {traced.tracer!r} made"
-
-
-def _gradient_remedy(traced: Traced) -> str:
-    if traced.is_recorded:
-        return (
-            ": forward does to gradients what no function of torch shows; keep the module around it whole "
-            "(leaf_modules=[name or class])"
-        )
-    return (
-        ": forward may use an autograd.Function with a backward of its own, hooks on tensors, or switch gradients off, "
-        "which such a graph loses; leave it to recording (tracer='record')"
-    )
+GRADIENT_REMEDY = (
+    ": forward does to gradients what no function of torch shows; keep the module around it whole "
+    "(leaf_modules=[name or class])"
+)
 
 
 def _gradients_of_model(
@@ -461,14 +448,8 @@ def _gradients_of_model(
 ) -> _GradientSummaries | None:
     try:
         return _summarize_gradients(outputs, _gradient_leaves(traced, inputs, sample), factor)
-    except Exception as error:
-        if traced.is_recorded:
-            return None
-        raise TraceError(
-            f"the gradients of the graph that {traced.tracer!r} made cannot be compared with the model's, since "
-            f"backward raises {type(error).__name__}: {error}; trace it in a block of torch.no_grad() if it is not to "
-            "be trained, or leave it to recording (tracer='record')"
-        ) from error
+    except Exception:
+        return None
 
 
 def _calls_of_model(
@@ -540,8 +521,8 @@ def _gradients_of_graph(traced: Traced, run: GraphRun, sample: Sequence[Any]) ->
         return _summarize_gradients(run.outputs, leaves)
     except Exception as error:
         raise TraceError(
-            f"backward through {_graph_text(traced)} raises, and through the model it does not: "
-            f"{type(error).__name__}: {error}{_gradient_remedy(traced)}"
+            f"backward through the traced graph raises, and through the model it does not: "
+            f"{type(error).__name__}: {error}{GRADIENT_REMEDY}"
         ) from error
 
 

@@ -133,11 +133,9 @@ def layer(apply: Any, use: Any) -> Holding:
     return Holding(functools.partial(use, apply))
 
 
-def assert_trains(plain: nn.Module, tracer: str = "record", evaluates: bool = True, **options: Any) -> Any:
+def assert_trains(plain: nn.Module, evaluates: bool = True, **options: Any) -> Any:
     """On other batches than the one it was planned on: outputs, gradients, over two steps, and in evaluation."""
-    pipe = fxpipe.pipeline(
-        copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(torch.randn(6, 4),), tracer=tracer, **options
-    )
+    pipe = fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(torch.randn(6, 4),), **options)
     with closing(pipe):
         for samples in (6, 5):
             x = torch.randn(samples, 4)

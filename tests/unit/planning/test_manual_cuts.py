@@ -11,7 +11,7 @@ from helpers.plan_models import assert_trains_like
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError, TraceError
+from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
 from fxpipe.planning.choose import choose_cut
 from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
 
@@ -153,11 +153,6 @@ def test_a_device_that_a_map_leaves_out_takes_its_seconds_along() -> None:
 def test_more_marks_than_cuts_are_refused() -> None:
     with pytest.raises(PartitionError, match=r"3 cuts are asked for \(3 by fxpipe.cut\(\)\), but 2 stages have 1"):
         fxpipe.plan(Tied((1, 2, 3)), 2, example_args=(torch.randint(11, (4, 5)),))
-
-
-def test_a_tracer_that_does_not_see_marks_says_so() -> None:
-    with pytest.raises(TraceError, match=r"fxpipe\.cut\(\) is seen by recording only"):
-        fxpipe.trace(Tied((2,)), (torch.randint(11, (4, 5)),), tracer=torch.fx.symbolic_trace)
 
 
 def test_a_mark_in_a_module_kept_whole_is_refused() -> None:

@@ -139,8 +139,8 @@ def test_the_running_statistics_are_those_of_the_mini_batch(model, shape):
     steps(model(), batches(*shape), chunks=3)
 
 
-def test_a_graph_of_a_tracer_and_a_module_kept_whole():
-    steps(around(nn.BatchNorm1d(4)), batches(5), 3, tracer=torch.fx.symbolic_trace)
+def test_a_traced_model_and_a_module_kept_whole():
+    steps(torch.fx.symbolic_trace(around(nn.BatchNorm1d(4))), batches(5), 3)
     whole = nn.Sequential(nn.BatchNorm1d(5, momentum=None), Twice(0.2))
     model = nn.Sequential(nn.Linear(5, 5), whole, nn.Linear(3, 3))
     steps(model, batches(5), 3, leaf_modules=["1"], checkpoint="except_last")

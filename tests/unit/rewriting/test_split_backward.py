@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
 from helpers.every_cut import EveryCut, loss_of
-from helpers.graph_functions import exporting
 from helpers.kernels import Ops
 from helpers.layered import Layered
 from helpers.models import BY_NAME
@@ -16,7 +15,6 @@ from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 
 import fxpipe
-from fxpipe.rewriting.cut_points import forbidden_cuts
 from fxpipe.rewriting.program import WeightGradientTape
 from fxpipe.rewriting.split_backward import (
     ADDMM,
@@ -31,7 +29,6 @@ from fxpipe.rewriting.split_backward import (
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
-from fxpipe.tracing import trace
 
 
 def with_weights(schedule: Schedule, late: int = 1) -> Schedule:
@@ -395,7 +392,9 @@ def test_outputs_and_branches_that_no_gradient_reaches():
     assert every._have(every.program((0,)), 3, "1f1b", "never", 0).gradients["cut.weight"] is None
 
 
-def test_a_graph_of_export():
+def test_operators_as_in_a_graph_of_export():
+    aten = torch.ops.aten
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -404,13 +403,14 @@ def test_a_graph_of_export():
             self.conv, self.wide = nn.Conv1d(6, 6, 3), nn.ConvTranspose2d(6, 6, 3)
 
         def forward(self, ids):
-            x = self.inner(self.tokens(ids)) @ self.matrix
-            x = torch.addmm(self.bias, x.flatten(0, 1), self.matrix).view_as(x) + x @ self.inner.weight.t()
-            return self.wide(self.conv(x.mT).unsqueeze(-1))
+            tokens = aten.embedding.default(self.tokens.weight, ids)
+            x = aten.matmul.default(aten.linear.default(tokens, self.inner.weight, self.inner.bias), self.matrix)
+            flat = aten.addmm.default(self.bias, x.flatten(0, 1), self.matrix)
+            x = flat.view_as(x) + aten.matmul.default(x, self.inner.weight.t())
+            x = aten.conv1d.default(x.mT, self.conv.weight, self.conv.bias).unsqueeze(-1)
+            return aten.conv_transpose2d.input(x, self.wide.weight, self.wide.bias)
 
     every = EverySplit(Model(), torch.randint(0, 5, (6, 5)))
-    every.traced = trace(every.model, every.args, chunks=3, tracer=exporting(*every.args))
-    every.forbidden_cuts = forbidden_cuts(every.traced)
     # `inner.weight` is also transposed, and its bias stays with it.
     assert every.split_parameters()[0] == {n for n, _ in every.model.named_parameters() if not n.startswith("inner")}
     for starts in ((0,), _thirds(every)):

@@ -96,7 +96,6 @@ def test_reads_of_inputs(name):
         for x in (positive(), mixed_signs(), -positive(), mixed_signs()):
             assert_step(pipe, plain, x)
             assert_step(pipe, plain, x, one_pass=True)
-        assert pipe.plan.tracer == "record"
         assert pipe.plan.why == ()
         assert any(guard.startswith(text) and "test_guards.py:" in guard for guard in pipe.plan.guards), (
             pipe.plan.guards
@@ -315,7 +314,7 @@ def test_what_a_general_path_raises_is_not_the_models():
                 raise RuntimeError("not here")
             return super().forward(x)
 
-    found = trace(Raising(True), (positive(),), tracer="record")
+    found = trace(Raising(True), (positive(),))
     assert "depends on the inputs and 'lin" in found.why[0]
     assert "forward of the model behind its call of 'lin' is kept whole" in found.why[-1]
 
@@ -375,7 +374,7 @@ def test_a_lot_that_goes_on_into_the_computation_is_no_guard():
         keep = torch.rand(())
         return h / keep if keep > 0.5 else h * keep
 
-    traced = trace(make_reading(between), (positive(),), tracer="record")
+    traced = trace(make_reading(between), (positive(),))
     assert not traced.guards.guards
     assert "depends on random numbers" in traced.whole[""]
 

@@ -1,16 +1,16 @@
-"""Which strategy leads to the graph, that the pipeline is the model with each, and which tracers are refused."""
+"""Which strategy leads to the graph, and that the pipeline is the model with each."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.graph_functions import exporting
 from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_step, closing
 from helpers.traced_models import Forward, assert_same_as_model, x
@@ -18,7 +18,9 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe import trace
-from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
+from fxpipe.errors import TraceError
+from fxpipe.tracing import Traced
+from fxpipe.tracing.record import record_model
 
 # -- what the user keeps whole ---------------------------------------------------------------------------------------
 
@@ -46,7 +48,7 @@ class Around(nn.Module):
 def test_a_module_whose_constants_are_of_unknown_origin_is_kept_whole(others: int) -> None:
     traced = trace(Around(others), (x(),))
     assert max(traced.opaque_shares.values()) == 1 / (1 + others)
-    assert (traced.tracer, list(traced.whole)) == ("record", ["inner"])
+    assert list(traced.whole) == ["inner"]
     warned = [why for why in traced.why if why.startswith("module 'inner' is one node with 100% of the parameters")]
     assert len(warned) == (others == 0)
     assert_same_as_model(traced, x(7))
@@ -56,13 +58,6 @@ def test_what_the_user_keeps_whole_is_kept_besides_others() -> None:
     model = nn.ModuleDict({"around": Around(0), "kept": nn.Tanh()})
     model.forward = lambda x: model["kept"](model["around"](x))  # type: ignore[method-assign]
     assert {*trace(model, (x(),), leaf_modules=["kept"]).whole} == {"kept", "around.inner"}
-
-
-def test_a_graph_of_the_users_keeps_no_module_whole() -> None:
-    with pytest.raises(
-        ArgumentError, match=r"leaf_modules=\['inner'\] and tracer=.*only recording keeps modules whole"
-    ):
-        trace(Around(1), (x(),), tracer=fx.symbolic_trace, leaf_modules=["inner"])
 
 
 def make_unused(reads: bool) -> nn.Module:
@@ -90,7 +85,7 @@ def test_an_input_that_only_an_unused_value_mixes_with_others(reads: bool, asked
         fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(given, ids), leaf_modules=asked, profile_budget=0.0)
     ) as pipe:
         traced = pipe._fxpipe.first.traced
-        assert (traced.tracer, traced.in_dims) == ("record", (0, 0))
+        assert traced.in_dims == (0, 0)
         assert {*asked} <= {*traced.whole}
         for samples in (8, 5, 12):
             given, ids = x(samples), torch.arange(samples) % 4
@@ -123,14 +118,6 @@ class Reads(Net):
         return {"y": found["y"] * factor, "y2": found["y2"]}
 
 
-def tracer_of_ones_own(model: nn.Module) -> fx.GraphModule:
-    class Shallow(fx.Tracer):
-        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-            return isinstance(m, nn.Sequential)
-
-    return fx.GraphModule(model, Shallow().trace(model))
-
-
 def train_both(pipe: fxpipe.Pipeline, plain: nn.Module, steps: int) -> None:
     """Outputs, and every gradient by name, over steps of training."""
     mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (pipe, plain))
@@ -149,55 +136,52 @@ def train_both(pipe: fxpipe.Pipeline, plain: nn.Module, steps: int) -> None:
             optimizer.step()
 
 
-TRACERS: dict[str, tuple[Any, str]] = {
-    "record": ("record", "record"),
-    "symbolic tracing": (fx.symbolic_trace, "symbolic_trace"),
-    "a tracer of one's own": (tracer_of_ones_own, "tracer_of_ones_own"),
-    "export": (exporting(x()), "exporting.<locals>.exported"),
-}
+def exported(model: nn.Module) -> nn.Module:
+    """A graph of `torch.export`, in a module, so that its hooks are hooks of a module inside."""
+    dims = ({0: torch.export.Dim.DYNAMIC},)
+    return nn.Sequential(OrderedDict(graph=torch.export.export(model, (x(),), dynamic_shapes=dims).module()))
 
 
-@pytest.mark.parametrize("name", TRACERS)
-def test_the_pipeline_is_the_model(name: str) -> None:
-    tracer, called = TRACERS[name]
-    model = Net()
-    plain = copy.deepcopy(model)
-    options: dict[str, Any] = {"example_args": (x(8),), "tracer": tracer, "balance": "block"}
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 3, **options)) as pipe:
-        assert pipe.plan.tracer == called
+@pytest.mark.parametrize("make", [lambda model: model, fx.symbolic_trace, exported], ids=["plain", "fx", "export"])
+def test_the_pipeline_is_the_model(make: Callable[[nn.Module], nn.Module]) -> None:
+    """Also if the model is a graph that another tool has made of one."""
+    net = Net()
+    model, plain = make(copy.deepcopy(net)), make(net)
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 3, example_args=(x(8),), balance="block")) as pipe:
         assert len(pipe.plan.stages) == 2
         train_both(pipe, plain, 3)
 
 
-@pytest.mark.parametrize("name", TRACERS)
-def test_a_number_read_of_a_trained_parameter_is_that_of_the_step(name: str) -> None:
+def test_a_number_read_of_a_trained_parameter_is_that_of_the_step() -> None:
     model = Reads()
     plain = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x(8),), tracer=TRACERS[name][0])) as pipe:
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x(8),))) as pipe:
         assert pipe.plan.guards
         train_both(pipe, plain, 3)
 
 
-def one_more(model: nn.Module) -> fx.GraphModule:
-    """A graph that is wrong by a constant, which no gradient shows."""
-    module = fx.symbolic_trace(model)
-    output = module.graph.output_node()
-    with module.graph.inserting_before(output):
-        output.args = (module.graph.call_function(torch.add, (output.args[0], 1)),)
-    module.recompile()
-    return module
+def one_more(*arguments: Any) -> Traced:
+    """Records a graph that is wrong by a constant, which no gradient shows."""
+    traced = record_model.record(*arguments)
+    output = traced.graph.output_node()
+    (last,), assigned = output.args[0]  # type: ignore[misc]
+    with traced.graph.inserting_before(output):
+        wrong = traced.graph.call_function(torch.add, (last, 1))
+    wrong.meta.update(last.meta)
+    output.args = (((wrong,), assigned),)
+    return traced
 
 
-def test_a_wrong_graph_is_found_by_the_comparison_alone() -> None:
+def test_a_wrong_graph_is_found_by_the_comparison_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpipe.tracing.strategies.record", one_more)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     with pytest.raises(TraceError, match=r"output 0 .* of the traced graph differs from the model's"):
-        trace(model, (x(),), tracer=one_more)
+        trace(model, (x(),))
     with pytest.raises(TraceError, match=r"output 0 .* of the traced graph differs from the model's"):
-        fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x(),), tracer=one_more)
+        fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x(),))
     given = x()
     want = model(given) + 1
-    assert trace(model, (given,), tracer=one_more, check=False).tracer == "one_more"
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(given,), tracer=one_more, check=False)) as pipe:
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(given,), check=False)) as pipe:
         torch.testing.assert_close(pipe(given), want)
 
 
@@ -225,20 +209,3 @@ def test_a_module_kept_whole_that_holds_most_of_the_model_is_warned_of_once() ->
 def test_a_leaf_function_around_what_draws_makes_the_graph_finer() -> None:
     plan = fxpipe.plan(make_speech(fxpipe.leaf(drawn)), 2, example_args=(x(),), chunks=2, hardware="cpu")
     assert not plan.whole
-
-
-@pytest.mark.parametrize(
-    ("tracer", "error", "said"),
-    [
-        ("fx", ArgumentError, "tracer='fx' is unknown"),
-        (3, ArgumentTypeError, "tracer is an int"),
-        (fx.Tracer, ArgumentTypeError, "tracer is a torch.fx.Tracer"),
-    ],
-)
-def test_another_tracer_is_refused_with_what_there_is(tracer, error, said):
-    with pytest.raises(error) as caught:
-        trace(nn.Linear(6, 6), (x(),), tracer=tracer)
-    accepted = "accepted are 'record' and a function from the model to a torch.fx.GraphModule (torch.fx.symbolic_trace"
-    assert str(caught.value).startswith(f"{said}; {accepted}")
-    remedy = "make a function of it: lambda m" if "Tracer" in said else "leave it out to "
-    assert remedy in str(caught.value)

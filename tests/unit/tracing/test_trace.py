@@ -388,18 +388,18 @@ def _scaled(x, factor):
 
 def test_branch_that_a_recording_cannot_see_is_found():
     with pytest.raises(TraceError, match=r"output 0 .*differs from the model's with 3 samples.*keep these in tensor"):
-        trace(Forward(lambda m, x: _scaled(m.lin(x), len(x))), (x(),), tracer="record")
+        trace(Forward(lambda m, x: _scaled(m.lin(x), len(x))), (x(),))
 
 
 def test_other_sizes_are_checked_for_a_single_sample_too():
     with pytest.raises(TraceError, match="with 2 samples"):
-        trace(Forward(lambda m, x: _scaled(m.lin(x), len(x))), (x(1),), tracer="record")
+        trace(Forward(lambda m, x: _scaled(m.lin(x), len(x))), (x(1),))
 
 
 def test_other_sizes_are_checked_where_the_model_refuses_smaller_ones():
     model = nn.Sequential(Forward(lambda m, x: _scaled(m.lin(x), len(x))), nn.BatchNorm1d(6))
     with pytest.raises(TraceError, match="with 3 samples instead of the example's 2"):
-        trace(model, (x(2),), tracer="record")
+        trace(model, (x(2),))
     trace(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), (x(2),))
 
 
@@ -409,7 +409,7 @@ def test_buffer_that_differs_is_named():
         return m.lin(x)
 
     with pytest.raises(TraceError, match="buffer 'n' after the traced graph differs"):
-        trace(Forward(forward, n=torch.zeros(())), (x(),), tracer="record")
+        trace(Forward(forward, n=torch.zeros(())), (x(),))
 
 
 def test_output_that_requires_grad_in_the_model_only_is_found():
@@ -418,7 +418,7 @@ def test_output_that_requires_grad_in_the_model_only_is_found():
             return m.lin(x)
 
     with pytest.raises(TraceError, match="requires grad in the traced graph only"):
-        trace(Forward(forward), (x(),), tracer="record")
+        trace(Forward(forward), (x(),))
 
 
 def test_a_list_that_forward_fills_and_then_reads():

@@ -138,7 +138,7 @@ def test_loop_over_the_samples(name):
     with pytest.raises(
         TraceError, match=r"other functions with 2 samples than with the example's 4.*test_batch_numb"
     ) as e:
-        trace(make_model(LOOPS[name]), (torch.randn(4, T, 6),), tracer="record")
+        trace(make_model(LOOPS[name]), (torch.randn(4, T, 6),))
     assert "use a tensor function over the batch, or keep the Python whole (leaf_modules=" in str(e.value)
 
 
@@ -215,7 +215,7 @@ def test_values_made_for_the_samples_by_python_take_a_graph_for_each_size(values
 def test_refused(name):
     forward, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
-        fxpipe.plan(make_model(forward), 1, chunks=2, example_args=(torch.randn(4, T, 6),), tracer="record")
+        fxpipe.plan(make_model(forward), 1, chunks=2, example_args=(torch.randn(4, T, 6),))
 
 
 def test_a_number_without_a_formula_is_refused():
@@ -239,7 +239,7 @@ def test_a_number_without_a_formula_is_refused():
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_a_read_of_the_size_does_no_harm_where_micro_batches_come_to_the_same(forward, chunks):
     x = torch.randn(4, T, 6)
-    with fxpipe.pipeline(make_model(forward), ["cpu", "cpu"], chunks, example_args=(x,), tracer="record") as pipe:
+    with fxpipe.pipeline(make_model(forward), ["cpu", "cpu"], chunks, example_args=(x,)) as pipe:
         compare(pipe, x)
 
 

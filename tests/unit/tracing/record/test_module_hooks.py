@@ -75,6 +75,7 @@ HOOKS: dict[str, Any] = {
     "prepended": lambda m: (
         m.block.register_forward_hook(_doubled), m.block.register_forward_hook(_no_gradients, prepend=True)
     ),
+    "own list": lambda m: (setattr(m.block, "own_hooks", []), m.block.register_forward_hook(_doubled)),
     "pre": lambda m: m.block.register_forward_pre_hook(lambda m, a: a[0] + 1),
     "pre, a tuple": lambda m: m.block.register_forward_pre_hook(lambda m, a: (a[0] * 3,)),
     "kwargs": lambda m: m.block.register_forward_hook(_by_kwargs, with_kwargs=True),
@@ -99,7 +100,7 @@ def test_hooks_inside(name, mode):
     model = Model()
     HOOKS[name](model)
     plain = copy.deepcopy(model)
-    with pipe_of(model, checkpoint=mode, tracer="record") as pipe:
+    with pipe_of(model, checkpoint=mode) as pipe:
         for batch in (6, 5):
             assert_step(pipe, plain, x(batch))
             assert_step(pipe, plain, x(batch), one_pass=True)
@@ -192,7 +193,7 @@ def test_a_hook_that_uses_another_modules_parameter_is_refused_by_name():
     model = Model()
     model.block.register_forward_hook(lambda m, a, y: model.last(y))
     with pytest.raises(TraceError, match=r"uses 'last.bias', 'last.weight' from outside"):
-        trace(model, (x(),), tracer="record")
+        trace(model, (x(),))
 
 
 def test_a_hook_put_on_by_forward_is_refused():

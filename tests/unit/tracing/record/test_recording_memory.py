@@ -154,7 +154,7 @@ def disguised(h):
 def test_a_function_that_goes_back_itself_has_what_is_saved(function):
     torch.manual_seed(0)
     model, x = make_model(function), torch.randn(BATCH, 6)
-    assert fxpipe.trace(model, (x,), tracer="record").why == (), "no other way was taken, and nothing is kept whole"
+    assert fxpipe.trace(model, (x,)).why == (), "no other way was taken, and nothing is kept whole"
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
         assert torch.allclose(pipe(x), model(x))
 

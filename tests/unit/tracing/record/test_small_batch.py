@@ -77,7 +77,7 @@ def by_parts(x):
 
 def test_loop_that_goes_once_for_a_part():
     with pytest.raises(TraceError, match="other functions"):
-        fxpipe.trace(calling(by_parts), (EXAMPLE,), chunks=4, tracer="record")
+        fxpipe.trace(calling(by_parts), (EXAMPLE,), chunks=4)
 
 
 def at_the_size_of_the_example(x):
@@ -91,7 +91,7 @@ def above_the_size_of_the_example(x):
 @pytest.mark.parametrize("function", [at_the_size_of_the_example, above_the_size_of_the_example])
 def test_branch_on_the_number_of_samples(function):
     with pytest.raises((TraceError, ArgumentError), match="samples"):
-        fxpipe.trace(calling(function), (EXAMPLE,), chunks=4, tracer="record")
+        fxpipe.trace(calling(function), (EXAMPLE,), chunks=4)
 
 
 def test_value_that_is_read_is_that_of_all_samples():
@@ -123,7 +123,7 @@ def at_five_in_all(x):
 
 def test_value_that_depends_on_the_number_of_samples():
     with pytest.raises((ArgumentError, TraceError)):
-        fxpipe.trace(calling(at_five_in_all), (EXAMPLE,), chunks=4, tracer="record")
+        fxpipe.trace(calling(at_five_in_all), (EXAMPLE,), chunks=4)
 
 
 @pytest.mark.parametrize("is_of_samples", [False, True])
