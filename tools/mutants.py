@@ -116,8 +116,8 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/stream.py",
-        "            one.commit_buffers_of(j)\n",
-        "            pass\n",
+        "        one.commit_buffers_of(j)\n",
+        "        pass\n",
         "behaviour/test_pipedream.py::test_batch_norm_sees_the_mini_batches_in_order",
     ),
     Mutant(
@@ -146,7 +146,7 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/stream.py",
-        "if own > 1 and stage.changes",
+        "if replicas > 1 and stage.changes",
         "if False",
         "unit/runtime/test_stream_replicas.py::test_batch_norm_sees_the_mini_batches_in_order",
     ),
@@ -158,8 +158,8 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/engine.py",
-        "if total is None or len(steps) == 1 else total / len(steps)",
-        "if total is None or len(steps) == 1 else total",
+        "if total is None or len(mini_batches) == 1 else total / len(mini_batches)",
+        "if total is None or len(mini_batches) == 1 else total",
         "unit/runtime/test_stream_replicas.py::test_a_stream_comes_to_the_weights_of_delayed_updates_by_rounds",
     ),
     Mutant(
@@ -267,47 +267,47 @@ RUNTIME = (
         "on the CPU autograd has no threads of its own; with GPUs the tests that need them see it",
     ),
     Mutant(
-        "runtime/executors.py",
+        "runtime/run.py",
         "            if self.failure is None:\n                self.failure = error",
         "            self.failure = error",
         "unit/runtime/test_failures.py::test_the_first_of_several_failures_arrives",
     ),
     Mutant(
-        "runtime/executors.py",
+        "runtime/run.py",
         "        except BaseException as error:\n            with",
         "        except Exception as error:\n            with",
         "unit/runtime/test_failures.py::test_every_kind_of_exception_arrives",
     ),
     Mutant(
-        "runtime/executors.py",
-        "        self.open_all()\n",
-        "",
+        "runtime/run.py",
+        "                self.failure = error\n        self._open_all()\n",
+        "                self.failure = error\n",
         (
             "unit/runtime/test_failures.py::test_others_stop_before_their_next_action "
             "unit/runtime/test_failures.py::test_the_first_of_several_failures_arrives"
         ),
     ),
     Mutant(
-        "runtime/executors.py",
-        "            return\n        self.pass_on(action)",
-        "        self.pass_on(action)",
+        "runtime/run.py",
+        "            return\n        self.link.passed(self, action)",
+        "        self.link.passed(self, action)",
         "unit/runtime/test_failures.py::test_others_stop_before_their_next_action",
         "a step that has failed has all its fences open",
     ),
     Mutant(
-        "runtime/step.py",
+        "runtime/mini_batch.py",
         "            total = add_gradient(total, gradient)",
         "            total = gradient",
         "behaviour/test_transparency.py::test_steps_equal_the_plain_model",
     ),
     Mutant(
-        "runtime/step.py",
+        "runtime/mini_batch.py",
         "            stage_context.seed = mix_seed(self.seed, self.first_micro_batch + i)",
         "            stage_context.seed = mix_seed(self.seed, 0)",
         "unit/rewriting/test_rng.py::test_numbers_hang_neither_on_cut_nor_schedule_nor_recompute",
     ),
     Mutant(
-        "runtime/step.py",
+        "runtime/mini_batch.py",
         "stage_context.is_recomputing = True",
         "pass",
         "unit/_torch/test_saved_tensor_hooks.py::test_what_is_recomputed_is_what_was_computed",
@@ -319,9 +319,9 @@ RUNTIME = (
         "unit/runtime/test_wiring.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
     ),
     Mutant(
-        "runtime/wiring.py",
-        "            keys += self._before_backward\n",
-        "            pass\n",
+        "runtime/run.py",
+        "if kind is ActionKind.BACKWARD and one.takes_all:",
+        "if False:",
         "unit/runtime/test_wiring.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
     ),
     Mutant(
@@ -349,6 +349,12 @@ RUNTIME = (
         "behaviour/test_joint_tail.py::test_a_product_of_means_is_one_of_all_samples",
     ),
     Mutant(
+        "runtime/run.py",
+        "and action.micro_batch >= self._ended and",
+        "and",
+        "unit/runtime/test_wiring.py::test_nobody_waits_for_actions_of_mini_batches_that_have_ended",
+    ),
+    Mutant(
         "runtime/wiring.py",
         "min((k for k in others if k > user), default=None)",
         "max((k for k in others if k > user), default=None)",
@@ -367,19 +373,19 @@ RUNTIME = (
         "unit/runtime/test_wiring.py::test_a_gradient_comes_from_the_next_later_user_and_is_waited_for",
     ),
     Mutant(
-        "runtime/wiring.py",
+        "runtime/run.py",
         "        self._passed.add(action)\n",
         "",
         "unit/runtime/test_wiring.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
     ),
     Mutant(
-        "runtime/wiring.py",
-        "keys = [(*fence, i) for fence",
-        "keys = [(*fence, 0) for fence",
+        "runtime/run.py",
+        "needed = [Action(*fence, i) for fence",
+        "needed = [Action(*fence, 0) for fence",
         "unit/runtime/test_wiring.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
     ),
     Mutant(
-        "runtime/wiring.py",
+        "runtime/run.py",
         "        for event in list(self._events.values()):\n            event.set()\n",
         "",
         "unit/runtime/test_wiring.py::test_who_waits_goes_on_when_it_opens",
@@ -588,20 +594,20 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/executors.py",
-        "                if step.failure is not None:\n                    break\n                step.perform(action)",
-        "                step.perform(action)",
+        "                if run.failure is not None:\n                    break\n                run.perform(action)",
+        "                run.perform(action)",
         "unit/runtime/test_failures.py::test_others_stop_before_their_next_action",
     ),
     Mutant(
         "runtime/executors.py",
-        "                step.fail(error)\n                self._wait_until_idle(queues, threads)\n",
-        "                step.fail(error)\n",
+        "                run.fail(error)\n                self._wait_until_idle(queues, threads)\n",
+        "                run.fail(error)\n",
         "unit/runtime/test_executors.py::test_an_interrupt_of_the_caller",
     ),
     Mutant(
         "runtime/executors.py",
         "                raise  # also where",
-        "                raise_failure(step)  # also where",
+        "                run.raise_failure()  # also where",
         "unit/runtime/test_executors.py::test_an_interrupt_of_the_caller",
     ),
     Mutant(
@@ -765,13 +771,13 @@ SCHEDULING = (
         ),
     ),
     Mutant(
-        "runtime/wiring.py",
-        "        if i and kind is ActionKind.FORWARD and stage in self._in_order:",
-        "        if i and kind is ActionKind.RECOMPUTE and stage in self._in_order:",
+        "runtime/run.py",
+        "if i and kind is ActionKind.FORWARD and j in in_order else ()",
+        "if i and kind is ActionKind.RECOMPUTE and j in in_order else ()",
         "unit/runtime/test_stage_replicas.py::test_whatever_order_the_fences_allow_the_bits_are_the_same",
     ),
     Mutant(
-        "runtime/step.py",
+        "runtime/mini_batch.py",
         "every = (totals for of_stage in self.replica_totals for totals in of_stage)",
         "every = (totals for of_stage in self.replica_totals for totals in of_stage[:1])",
         "unit/runtime/test_stage_replicas.py::test_micro_batches_that_are_handed_over_go_round",
@@ -1396,7 +1402,7 @@ TRACING = (
         "behaviour/test_overwritten_attributes.py::test_what_the_next_call_or_a_node_reads_is_refused",
     ),
     Mutant(
-        "runtime/step.py",
+        "runtime/mini_batch.py",
         'if n.rpartition(".")[2] in losses.reads and tensors.has(n)',
         "if not losses.reads",
         "behaviour/test_overwritten_attributes.py::test_a_loss_does_not_read_values_of_before_the_step",
@@ -1890,8 +1896,8 @@ DISTRIBUTED = (
         "unit/distributed/test_packets.py",
     ),
     Mutant(
-        "distributed/rank_stream.py",
-        "return None if self.report is None else self.report.divisor",
+        "runtime/mini_batch.py",
+        "return self.report.divisor",
         "return None",
         "behaviour/test_over_ranks_streams.py::test_a_stream_over_four_ranks_is_that_of_one_process",
     ),
@@ -1924,8 +1930,8 @@ DISTRIBUTED = (
             ),
             (
                 "distributed/rank_stream.py",
-                "step.first_micro_batch = part.first\n",
-                "step.first_micro_batch = 0\n",
+                "first_micro_batch=part.first",
+                "first_micro_batch=0",
                 "test_replicas_draw_the_numbers_of_the_mini_batches_together",
             ),
             (
@@ -1936,7 +1942,7 @@ DISTRIBUTED = (
             ),
             (
                 "distributed/rank_stream.py",
-                "        LossVerdict(evidence, firsts=step.part.firsts).check(None, 0)\n",
+                "        LossVerdict(evidence, firsts=admitted.part.firsts).check(None, 0)\n",
                 "",
                 "test_a_mean_over_other_numbers_of_elements_on_each_replica_is_refused",
             ),
@@ -2073,8 +2079,8 @@ DISTRIBUTED = (
     ),
     Mutant(
         "distributed/rank_engine.py",
-        "if self.group.replica == 0:\n            step.commit_buffers()",
-        "if True:\n            step.commit_buffers()",
+        "if self.group.replica == 0:\n            one.commit_buffers()",
+        "if True:\n            one.commit_buffers()",
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(
@@ -2087,18 +2093,18 @@ DISTRIBUTED = (
         Mutant(f"distributed/{file}.py", before, after, f"behaviour/test_over_ranks{test}")
         for file, before, after, test in [
             (
-                "rank_step",
+                "rank_exchange",
                 "                self._returning[gradient_key, i] = one.value\n",
                 "                pass\n",
                 ".py",
             ),
-            ("rank_step", " and not totals.sums[name].is_sparse:", ":", "_data_parallel.py"),
+            ("rank_exchange", " and not totals.sums[name].is_sparse:", ":", "_data_parallel.py"),
             ("held_tensors", "sorted({routes.rank(j) for j in users} - {*holders})", "()", ".py"),
             ("held_tensors", "for name in names if k == j and name in tied)", "for name in ())", "_data_parallel.py"),
             (
                 "held_tensors",
-                "            if value is not None:\n                step.totals",
-                "            if False:\n                step.totals",
+                "            if value is not None:\n                one.totals",
+                "            if False:\n                one.totals",
                 ".py",
             ),
             ("held_tensors", "if has_values(target) and target.device == value.device:", "if True:", ".py"),
@@ -2114,8 +2120,8 @@ DISTRIBUTED = (
                 "if False:",
                 "_data_parallel.py",
             ),
-            ("rank_engine", "self.replicas.count > 1 and step.loss.bound.is_weighed", "False", "_data_parallel.py"),
-            ("rank_engine", "if step.loss is None or self.replicas.count > 1:", "if False:", "_data_parallel.py"),
+            ("rank_engine", "self.replicas.count > 1 and one.loss.bound.is_weighed", "False", "_data_parallel.py"),
+            ("rank_engine", "if one.loss is None or self.replicas.count > 1:", "if False:", "_data_parallel.py"),
             ("rank_engine", "        check_scales(reports)\n", "", "_grad_scaler.py"),
             (
                 "rank_engine",
@@ -2142,7 +2148,7 @@ DISTRIBUTED = (
         Mutant(f"distributed/{file}.py", before, after, f"unit/distributed/{test}")
         for file, before, after, test in [
             ("rank_group", "        self.generation += 1  # messages", "        # messages", "test_rank_step.py"),
-            ("rank_step", "if (j, last_b.micro_batch) in split:", "if True:", "test_rank_step.py"),
+            ("rank_exchange", "if (j, last_b.micro_batch) in split:", "if True:", "test_rank_step.py"),
             (
                 "held_tensors",
                 "if tensor.numel() and not keep(tensor):",

@@ -11,7 +11,7 @@ gives each rank the values of its stages.
 If `torchrun --max-restarts` restarts failed processes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: otherwise torch 2.13
 gives them the previous processes' store, and gloo may connect to outdated addresses.
 
-From the bottom: `connection`, `failures`, `rank_group`; `packets`, `rank_step`; `held_tensors`, `replicas`,
+From the bottom: `connection`, `failures`, `rank_group`; `packets`, `rank_exchange`; `held_tensors`, `replicas`,
 `rank_engine` (from sums of stages to `.grad`), `rank_state`, `rank_stream`, `pipeline`; `initialization` (the first
 values).
 """

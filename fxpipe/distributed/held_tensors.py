@@ -19,11 +19,11 @@ from torch import nn
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.distributed.packets import FIRST_FREE_TAG, Mailbox, PacketValue
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.distributed.rank_step import RankStep
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import Program
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors, different_programs
+from fxpipe.runtime.mini_batch import MiniBatch
 from fxpipe.tracing.tensors import has_values, storage_of
 
 
@@ -169,15 +169,15 @@ class TensorExchange:
         """Sends values of tensors to ranks that use them and do not hold them."""
         self._move(0, "the parameters that it holds", self._transfers.borrowed)
 
-    def sum_gradients(self, step: RankStep) -> None:
-        """Adds to a step the gradient sums of stages on other ranks, for tensors that this rank holds."""
+    def sum_gradients(self, one: MiniBatch) -> None:
+        """Adds to a mini-batch the gradient sums of stages on other ranks, for tensors that this rank holds."""
         pairs = self._transfers.gradients
         received = self._swap(
-            1, "the gradients of tied weights", pairs, lambda key: step.totals[key[1]].sums.get(key[0])
+            1, "the gradients of tied weights", pairs, lambda key: one.totals[key[1]].sums.get(key[0])
         )
         for (name, j), value in received.items():
             if value is not None:
-                step.totals[j].sums[name] = value
+                one.totals[j].sums[name] = value
 
     def spread_changes(self) -> None:
         """Sends changed buffers to their holders."""

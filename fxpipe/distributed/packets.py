@@ -31,7 +31,9 @@ import torch
 
 from fxpipe.distributed.connection import Connection, content_of, pickled
 from fxpipe.distributed.device_transfers import DeviceTransfers
+from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import InternalError
+from fxpipe.runtime.run import Link, Run
 from fxpipe.runtime.transport import MemoryForm, is_packable, pack
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
 from fxpipe.scheduling.streams import StreamSchedule
@@ -258,12 +260,29 @@ def packet_order(rows: Rows, placement: tuple[int, ...], rank: int) -> tuple[Rec
     return tuple(coming), tuple(needed), tuple(returned)
 
 
-class PacketLink:
-    """The packets of one rank in a step or in a stream."""
+class LossReport(NamedTuple):
+    """The loss of a mini-batch of a stream, from the rank of the last stage: values of a packet, with CPU tensors."""
 
-    def __init__(self, mailbox: Mailbox, placement: tuple[int, ...], name: Key, order: StreamSchedule | None = None):
+    loss: torch.Tensor  # over all replicas, as the divisor
+    divisor: Any  # divides gradients; or None
+    shares: torch.Tensor  # by micro-batch
+    is_verified: bool  # True if the loss of all outputs together was compared with the sum over micro-batches
+
+
+class PacketLink(Link):
+    """The packets of one rank in a step or in a stream. Only one row runs here, so nothing else is waited for."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        mailbox: Mailbox,
+        placement: tuple[int, ...],
+        name: Key,
+        order: StreamSchedule | None = None,
+    ):
         """`name`: equal for steps whose packets usually have equal layouts: graph, input sizes. `order`: a stream's."""
         self.mailbox, self.placement, self._name, self._order = mailbox, placement, name, order
+        self._group = group
         self._coming: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, packets not expected yet
         self._needed: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, packets not received yet
         self._expected: set[Action] = set()
@@ -291,8 +310,31 @@ class PacketLink:
             self.mailbox.expect(*self._address(maker), source)
             self._expected.add(maker)
 
-    def maker_before(self, action: Action) -> Action | None:
-        return neighbour(action, -1, self.placement)
+    def wait(self, run: Run, action: Action) -> None:
+        """Receives the packet that an action needs."""
+        if run.failure is not None:
+            return
+        maker = neighbour(action, -1, self.placement)
+        if maker is not None:
+            values = self.receive(maker)
+            t, k = run.order.place(maker.micro_batch)
+            one = run.mini_batches[t]
+            if maker.kind is ActionKind.BACKWARD and k == 0:  # the next stage has taken the job of a stream before
+                self.mailbox.finish_send(("job", action.stage, t), f"mini-batch {t} of the stream to be taken")
+            more = one.exchange.enter_packet(maker._replace(micro_batch=k), values)
+            if more:
+                one.report = LossReport(*(each.value for each in more))
+        self._group.doing = str(action)
+
+    def passed(self, run: Run, action: Action) -> None:
+        """Sends the packet of an action; with that of the last B of a mini-batch, the report of its loss, if any."""
+        if neighbour(action, 1, self.placement) is not None:
+            t, k = run.order.place(action.micro_batch)
+            one = run.mini_batches[t]
+            values = one.exchange.take_packet(action._replace(micro_batch=k))
+            if one.report is not None and action.kind is ActionKind.BACKWARD and k == one.micro_batches - 1:
+                values += map(PacketValue, one.report)
+            self.send(action, values)
 
     def receive(self, maker: Action) -> list[PacketValue]:
         (t, k), source = self._place(maker.micro_batch), self.placement[maker.stage]
@@ -312,9 +354,6 @@ class PacketLink:
             values_of = Action(ActionKind.FORWARD, cut, maker.micro_batch)
             self.mailbox.finish_send(self._address(values_of)[0], what)
         return values
-
-    def is_sent(self, action: Action) -> bool:
-        return neighbour(action, 1, self.placement) is not None
 
     def send(self, maker: Action, values: Iterable[PacketValue]) -> None:
         reader = neighbour(maker, 1, self.placement)

@@ -25,8 +25,8 @@ from fxpipe._torch.autograd import has_gradient_hooks, leaves_below
 from fxpipe.distributed.device_transfers import WAITED_FOR
 from fxpipe.distributed.held_tensors import RankProgram, TensorExchange, TensorTransfers, share_buffers
 from fxpipe.distributed.packets import Layout, Mailbox, PacketLink
+from fxpipe.distributed.rank_exchange import RankExchange, RankStepEnd
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.distributed.rank_step import RankExchange, RankStep
 from fxpipe.distributed.replicas import (
     GradientReduction,
     ReplicaPart,
@@ -49,6 +49,8 @@ from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_checks import LossVerdict
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import LossCall, MicroBatchLosses
+from fxpipe.runtime.mini_batch import MiniBatch
+from fxpipe.runtime.run import Run
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
@@ -135,28 +137,21 @@ class RankEngine(Engine):
         seed: int,
         reduction: GradientReduction | None = None,
         **more: Any,
-    ) -> RankStep:
+    ) -> Run:
         """Runs the row. `reduction`: gets gradients as soon as they are complete, if one program runs."""
         rank, program = self.group.rank, inputs.union
-        link = PacketLink(mailbox, program.routes.placement, (program.number, inputs.sizes, schedule.micro_batches))
-        step: RankStep = self._step(
-            inputs,
-            schedule,
-            seed,
-            RankStep,
-            group=self.group,
-            link=link,
-            row=schedule.rows[rank],
-            reduction=reduction if len(inputs.programs) == 1 else None,
-            **self.part_of_step(inputs),
-            **more,
-        )
+        name = program.number, inputs.sizes, schedule.micro_batches
+        link = PacketLink(self.group, mailbox, program.routes.placement, name)
+        one = self._mini_batch(inputs, schedule, seed, **self.part_of_step(inputs), **more)
+        row = schedule.rows[rank]
+        end = None if reduction is None or len(inputs.programs) > 1 else RankStepEnd(reduction, row)
+        run = self._run_of(one, link=link, end=end)
         link.queue(schedule.rows, rank)
-        self._run_rows(step, schedule, (schedule.rows[rank],))
-        step.exchange.check_empty()
+        self._run_rows(run, schedule, (row,))
+        one.exchange.check_empty()
         if self.group.transfers is not None:
             self.group.transfers.settle()  # a missing message fails this step before the ranks commit it
-        return step
+        return run
 
     def part_of_step(self, inputs: RankInputs) -> dict[str, Any]:
         """Returns the arguments of a step with the stages of this rank only."""
@@ -174,19 +169,19 @@ class RankEngine(Engine):
     def call_ranks(self, inputs: RankInputs, schedule: Schedule, *, to_all: bool) -> Any:
         """Runs all forwards; returns the output on the rank of the last stage or on all ranks, else None."""
         program, (mailbox, exchange) = inputs.union, self._open(inputs)
-        step = self._run_row(inputs, schedule, mailbox, inputs.seed)
+        (one,) = self._run_row(inputs, schedule, mailbox, inputs.seed).mini_batches.values()
         last, count = program.last, len(program.program.outputs)
-        outputs = gathered_results(step)[0] if self.group.rank == last else []
+        outputs = gathered_results(one)[0] if self.group.rank == last else []
         more = self._from_last(inputs, [outputs[count:]])
         output = program.output(outputs[:count]) if self.group.rank == last else None
         if to_all:
             output = self._on_all(output, last)
         self.group.connection.all_gather(None, "the end of the step")
-        step.commit_buffers()
+        one.commit_buffers()
         exchange.spread_changes()
         with torch.no_grad():
             self.write_back(inputs, more)
-        step.transport.settle()
+        one.transport.settle()
         mailbox.settle()
         return output
 
@@ -209,52 +204,53 @@ class RankEngine(Engine):
         while True:
             losses = self.losses_of_part(inputs, part, call, is_verified) if is_last else None
             reduction = self.replicas.reduction.begin() if self.replicas.sums_gradients else None
-            step = self._run_row(
+            run = self._run_row(
                 inputs, schedule, mailbox, part.seed, reduction,
                 losses=losses,
                 keep_outputs=is_last and (is_verified or call.return_outputs),
                 look_at_elements=(kind is None or kind.look_at_elements) and looks_at_elements,
                 first_micro_batch=part.first,
             )  # fmt: skip
-            leaves = (*gradients.trained.values(), *(one.tensor for one in step.trained))
+            (one,) = run.mini_batches.values()
+            leaves = (*gradients.trained.values(), *(each.tensor for each in one.trained))
             has_hooks, outputs = any(map(has_gradient_hooks, leaves)), list[Any]()
             report = StepReport(has_hooks, self._loss_scale(call.scaler))
-            if step.loss is not None:
-                self.refuse_strange_leaves(step.loss)
-                report.loss = loss_of_replica(step.loss.losses)
-            if step.loss is not None and kind is not None:
+            if one.loss is not None:
+                self.refuse_strange_leaves(one.loss)
+                report.loss = loss_of_replica(one.loss.losses)
+            if one.loss is not None and kind is not None:
                 # The micro-batches of all replicas add up to the loss, which is not verified here.
-                is_compared = is_verified and not (self.replicas.count > 1 and step.loss.bound.is_weighed)
-                report.evidence, outputs = step.loss.evidence(kind, is_compared, call.return_outputs, step.log)
-                losses = step.loss.losses
-                report.evidence.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]
-                self._note_step(step, schedule)
-            if step.loss is None or self.replicas.count > 1:
-                report.evidence.weights_of_elements = dict(step.loss_weighting.gradients)
-            gradients.give_rest(step, report)
+                is_compared = is_verified and not (self.replicas.count > 1 and one.loss.bound.is_weighed)
+                report.evidence, outputs = one.loss.evidence(kind, is_compared, call.return_outputs, run.log)
+                losses = one.loss.losses
+                report.evidence.shares = [losses.share(i) * losses.scale for i in range(one.micro_batches)]
+                self._note_step(run, schedule)
+            if one.loss is None or self.replicas.count > 1:
+                report.evidence.weights_of_elements = dict(one.loss_weighting.gradients)
+            gradients.give_rest(one, report)
             reports: list[list[StepReport]] = self.group.everybody(report, "the end of the step")
-            gradients.finish_sum(step, reports)
-            verdict = LossVerdict([[one.evidence for one in row] for row in reports], last, part.firsts)
+            gradients.finish_sum(one, reports)
+            verdict = LossVerdict([[each.evidence for each in row] for row in reports], last, part.firsts)
             if is_again or not verdict.is_unsure:
                 break
             is_verified, is_again = is_last and m > 1, True  # nothing has changed yet: repeat with verification
             mailbox.settle()
         verdict.check(kind, m, self.group.replica)
         check_scales(reports)
-        of_last = [one for row in reports if (one := row[last].loss) is not None]
+        of_last = [of_replica for row in reports if (of_replica := row[last].loss) is not None]
         loss, divisor = self.replicas.loss_of_union(of_last, part, call.reduction)
 
-        exchange.sum_gradients(step)
-        more = self._from_last(inputs, [] if step.loss is None else step.loss.other_results())
+        exchange.sum_gradients(one)
+        more = self._from_last(inputs, [] if one.loss is None else one.loss.other_results())
         output = None
-        if step.loss is not None and call.return_outputs:
-            output = step.loss.output(None if inputs.is_handed_over else outputs)
+        if one.loss is not None and call.return_outputs:
+            output = one.loss.output(None if inputs.is_handed_over else outputs)
         if call.return_outputs and to_all:
             output = self._on_all(output, last)
         mailbox.settle()
-        gradients.commit(step, reports, divisor)
+        gradients.commit(one, reports, divisor)
         if self.group.replica == 0:
-            step.commit_buffers()
+            one.commit_buffers()
             exchange.spread_changes()
         if self.replicas.count > 1 and part.changes_buffers:
             share_buffers(self.group, exchange.tensors, self.changed_here(inputs))
@@ -349,42 +345,42 @@ class RankGradients:
         self._apart: dict[StageParameter, torch.Tensor] = {}  # sparse gradients of parameters in the reduction
         self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and sums over replicas of `.grad`
 
-    def give_rest(self, step: RankStep, report: StepReport) -> None:
+    def give_rest(self, one: MiniBatch, report: StepReport) -> None:
         """Gives the reduction the remaining gradients of the row, and reports the gradients that it does not sum."""
         if not self._replicas.sums_gradients:
             return
-        rest = {(name, j): totals.sums.pop(name) for j, totals in enumerate(step.totals) for name in [*totals.sums]}
+        rest = {(name, j): totals.sums.pop(name) for j, totals in enumerate(one.totals) for name in [*totals.sums]}
         report.gradients = self._replicas.reduction.give_rest(rest)
-        report.loss_parameters = len(parameters_of_loss(step))
+        report.loss_parameters = len(parameters_of_loss(one))
         for name, j in report.gradients.late:
-            step.totals[j].sums[name] = rest.pop((name, j))
+            one.totals[j].sums[name] = rest.pop((name, j))
         self._apart = rest
 
-    def finish_sum(self, step: RankStep, reports: Reports) -> None:
+    def finish_sum(self, one: MiniBatch, reports: Reports) -> None:
         """Replaces the gradients of stages by their sums over replicas, except late ones."""
         if not self._replicas.sums_gradients:
             return
         of_rank = [of_replica[self._group.rank].gradients for of_replica in reports]
         for (name, j), total in self._replicas.finish_sum(self._apart, of_rank).items():
-            step.totals[j].sums[name] = total
+            one.totals[j].sums[name] = total
         self._wait_for_devices()
 
     def _wait_for_devices(self) -> None:
         if self._group.any_device_sums:  # if a device hangs for some ranks, none commits the step
             self._group.everybody(None, WAITED_FOR)
 
-    def _sum_earlier(self, step: RankStep) -> None:
+    def _sum_earlier(self, one: MiniBatch) -> None:
         """Sums the gradients in `.grad`, of calls within `no_sync()`, over replicas."""
         keys = {name: (name, j) for name, j in self.parameters}
         leaves = {keys.get(name, (name, 0)): parameter for name, parameter in self.trained.items()}
-        leaves |= {("", k): leaf for k, (leaf, *_) in enumerate(parameters_of_loss(step))}
+        leaves |= {("", k): leaf for k, (leaf, *_) in enumerate(parameters_of_loss(one))}
         replicas = self._replicas
         earlier = {key: leaf.grad / replicas.count for key, leaf in leaves.items() if leaf.grad is not None}
         reports = self._group.replicas.all_gather(replicas.reduction.begin().give_rest(earlier), WAITED_FOR)
         self._earlier = [(leaves[key], value) for key, value in replicas.finish_sum(earlier, reports).items()]
         self._wait_for_devices()
 
-    def _sum_late(self, step: RankStep, reports: Reports) -> dict[str, torch.Tensor]:
+    def _sum_late(self, one: MiniBatch, reports: Reports) -> dict[str, torch.Tensor]:
         """Returns, by name, sums over replicas of late gradients; also replaces gradients of loss_fn's parameters."""
         everybody = [report for of_replica in reports for report in of_replica]
         if not any(report.gradients.late or report.loss_parameters for report in everybody):
@@ -392,23 +388,23 @@ class RankGradients:
         late = {key for report in reports[self._group.replica] for key in report.gradients.late}
         sums: dict[Any, torch.Tensor] = {}
         for name, j in sorted(late, key=lambda key: key[1]):
-            gradient = step.totals[j].sums.pop(name, None)
+            gradient = one.totals[j].sums.pop(name, None)
             if gradient is not None and name in self.trained:
                 sums[name] = add_gradient(sums.get(name), gradient)
-        return self._replicas.sum_of_loss(step, sums)
+        return self._replicas.sum_of_loss(one, sums)
 
-    def commit(self, step: RankStep, reports: Reports, divisor: Any) -> None:
+    def commit(self, one: MiniBatch, reports: Reports, divisor: Any) -> None:
         """Adds the gradients of the step to `.grad`. If gradients have hooks, which may fail, all ranks wait."""
         replicas = self._replicas
         if replicas.sums_gradients and replicas.has_unsynced:
-            self._sum_earlier(step)
+            self._sum_earlier(one)
         any_hooks = any(report.has_hooks for of_replica in reports for report in of_replica)
-        late = self._sum_late(step, reports) if replicas.sums_gradients else {}
+        late = self._sum_late(one, reports) if replicas.sums_gradients else {}
         # The next sum over replicas divides `.grad` by their count.
         scale = replicas.count if replicas.count > 1 and not replicas.is_synced else 1
         is_scaled = reports[0][0].scale is not None  # by a gradient scaler; equal on all ranks (`check_scales`)
-        extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
-        leaves = [*self.trained.values(), *(one.tensor for one in step.trained), *extra]
+        extra = [] if one.loss is None else [leaf for leaf, *_ in one.loss.own.values()]
+        leaves = [*self.trained.values(), *(each.tensor for each in one.trained), *extra]
         names = {id(leaf): name for name, leaf in self.trained.items()}
         shared = {*names, *(id(leaf) for leaf in extra if isinstance(leaf, nn.Parameter))}
 
@@ -423,9 +419,7 @@ class RankGradients:
                 self._spread_infinity([gradient for gradient in sums if gradient is not None])
             return sums
 
-        (root,) = self._engine.commit(
-            step, lambda _: None, [torch.zeros((), device="cpu")], extra, self.trained, finish
-        )
+        (root,) = self._engine.commit(one, lambda _: None, [torch.zeros((), device="cpu")], extra, self.trained, finish)
         with gradient_rollback(leaves_below(root), is_certain=any_hooks):
             with torch.no_grad():
                 for parameter, gradient in self._earlier:

@@ -18,17 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fxpipe.distributed.device_transfers import WAITED_FOR
 from fxpipe.distributed.held_tensors import RankProgram, share_buffers
-from fxpipe.distributed.packets import JOB_TAG, PacketLink, PacketValue, tag_of
+from fxpipe.distributed.packets import JOB_TAG, LossReport, PacketLink, PacketValue, tag_of
 from fxpipe.distributed.rank_engine import RankEngine, RankGradients, RankInputs, open_mailbox
-from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_state import STREAM, RankState
-from fxpipe.distributed.rank_step import RankExchange
 from fxpipe.distributed.replicas import (
     NEXT_MINI_BATCH,
     ReplicaPart,
@@ -42,101 +40,128 @@ from fxpipe.pipe.train_stream import StreamLoop, TrainStream, check_can_stream_n
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.loss_checks import LossEvidence, LossHistory, LossVerdict, wrong_loss
+from fxpipe.runtime.losses import LossCall
+from fxpipe.runtime.mini_batch import MiniBatch
+from fxpipe.runtime.run import Run
 from fxpipe.runtime.stage_updates import OverlappedUpdates
-from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
-from fxpipe.runtime.stream import Stream, StreamStep
+from fxpipe.runtime.stream import Admitted, StageWeights, Stream, StreamEnd
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils.pytree import map_tensor_leaves
 
 
-class LossReport(NamedTuple):
-    """The loss report of the rank of the last stage for a mini-batch: values of a packet, with tensors on the CPU."""
+class RankStreamEnd(StreamEnd):
+    """Also reports the loss to all ranks, sums gradients over replicas, and gives all replicas the first's buffers."""
 
-    loss: torch.Tensor  # over all replicas, as the divisor
-    divisor: Any  # divides gradients; or None
-    shares: torch.Tensor  # by micro-batch
-    is_verified: bool  # True if the loss of all outputs together was compared with the sum over micro-batches
+    def __init__(
+        self, order: StreamSchedule, weights: Sequence[StageWeights], engine: RankEngine, loss: LossCall, stage: int
+    ):
+        """`stage`: of this rank."""
+        super().__init__(order, weights)
+        self._group, self._replicas, self._engine, self._loss = engine.group, engine.replicas, engine, loss
+        self.is_last = stage == order.stages - 1
+        # For the current segment; `summed` has the parameters in the reduction, the same on all replicas.
+        self.summed: Mapping[StageParameter, torch.Tensor] = {}
+        self.first_changes_buffers = False  # forward, on replica 0
 
-
-class RankStreamStep(StreamStep):
-    """A mini-batch of a stream on one rank. The rank of the last stage has the loss; all ranks get its report."""
-
-    exchange: RankExchange
-    group: RankGroup
-    part: ReplicaPart
-    first_changes_buffers: bool  # forward changes buffers of this stage on the first replica
-    report: LossReport | None = None  # None until it arrives
-
-    @property
-    def divisor(self) -> Any:
-        return None if self.report is None else self.report.divisor
+    def after(self, run: Run, t: int, action: Action) -> None:
+        super().after(run, t, action)
+        one = run.mini_batches[t]
+        if self.is_last and action.kind is ActionKind.BACKWARD and action.micro_batch == one.micro_batches - 1:
+            one.report = self._loss_report(self.admitted[t])
 
     @torch.no_grad()
-    def commit_buffers_of(self, j: int) -> None:
-        """Writes the buffers that a stage has changed: the first replica's on all replicas."""
-        if self.group.replica == 0:
-            super().commit_buffers_of(j)
-        if self.group.replica_count > 1 and self.first_changes_buffers:
-            ((bound, tensors),) = self.open_programs
-            share_buffers(self.group, tensors, bound.program.stages[j].changes)
+    def commit_buffers(self, one: MiniBatch, j: int) -> None:
+        if self._group.replica == 0:
+            super().commit_buffers(one, j)
+        if self._group.replica_count > 1 and self.first_changes_buffers:
+            ((bound, tensors),) = one.open_programs
+            share_buffers(self._group, tensors, bound.program.stages[j].changes)
 
+    def _loss_report(self, admitted: Admitted) -> LossReport:
+        """Makes the report of a mini-batch. Raises `LossError` if its micro-batches do not add up to its loss."""
+        one, replicas = admitted.mini_batch, self._replicas
+        stage = one.loss
+        assert stage is not None
+        losses = stage.losses
+        self._engine.refuse_strange_leaves(stage)
+        if replicas.count > 1 and stage.bound.is_weighed:
+            admitted.is_verified = False  # the micro-batches of all replicas add up to it, which is not verified here
+        loss, divisor = super().checked_loss(admitted), losses.divisor
+        if replicas.count > 1:
+            own = loss_of_replica(losses), len(parameters_of_loss(one))
+            reports = self._group.replicas.all_gather(own, "the losses of the other replicas")
+            of_replicas = [of_replica for of_replica, _ in reports]
+            loss, divisor = replicas.loss_of_union(of_replicas, admitted.part, self._loss.reduction)
+            if any(count for _, count in reports):
+                replicas.sum_of_loss(one, {})
+        loss, divisor = map_tensor_leaves(lambda t: t.detach().cpu(), (loss, divisor))
+        shares = [float(losses.share(i) * losses.scale) for i in range(one.micro_batches)]
+        is_verified = admitted.is_verified
+        return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), is_verified)
 
-def _rank_step(one: StreamStep) -> RankStreamStep:
-    assert isinstance(one, RankStreamStep)
-    return one
+    def update_stage(self, mini_batches: Sequence[Admitted], j: int, updates: OverlappedUpdates) -> None:
+        """Sums the gradients of a stage over replicas and updates its parameters."""
+        for admitted in mini_batches if self._replicas.count > 1 else ():
+            self._sum_over_replicas(admitted, j)
+        super().update_stage(mini_batches, j, updates)
+
+    def _sum_over_replicas(self, admitted: Admitted, j: int) -> None:
+        """Sums the gradients of a stage over replicas. Raises `LossError` if element weights differ between them."""
+        one, replicas = admitted.mini_batch, self._replicas
+        own = {(name, j): gradient for name, gradient in one.totals[j].sums.items()}
+        report, check = one.report, one.loss_weighting
+        assert report is not None
+        shares = report.shares.tolist()
+        wrong, wrong_means = (check.difference(shares.__getitem__, means_only=only) for only in (False, True))
+        is_verified = report.is_verified
+        of_stage = LossEvidence(wrong, wrong_means, is_verified, is_verified, shares, dict(check.gradients))
+        gradient_report = replicas.reduction.begin().give_rest(own)
+        reports = self._group.replicas.all_gather((of_stage, gradient_report), WAITED_FOR)
+        evidence, gradients = [[each] for each, _ in reports], [each for _, each in reports]
+        LossVerdict(evidence, firsts=admitted.part.firsts).check(None, 0)
+        total = replicas.finish_sum(own, gradients)
+        if self._group.device_sums is not None:  # if a device hangs for some replicas, none goes on
+            self._group.replicas.all_gather(None, WAITED_FOR)
+        one.totals[j].sums = {name: gradient for (name, _), gradient in total.items()}
+        if any(each.sparse for each in gradients):
+            self.summed = replicas.reducible(self.summed)
+            replicas.prepare_sum(self.summed)
+
+    def checked_loss(self, admitted: Admitted) -> torch.Tensor:
+        one = admitted.mini_batch
+        report = one.report
+        if report is None:
+            raise InternalError("a mini-batch has ended without a report of its loss")
+        one.exchange.check_empty()
+        if not self.is_last and not report.is_verified:
+            wrong = one.loss_weighting.difference(report.shares.__getitem__, means_only=True)
+            if wrong is not None:
+                raise wrong_loss(wrong)
+        return report.loss.to(self._group.device)  # type: ignore[no-any-return]
 
 
 class RankStream(Stream):
     """The mini-batches of one `train_stream` call on one rank."""
 
     engine: RankEngine
+    end: RankStreamEnd
 
     def __init__(
         self, engine: RankEngine, context: CallerContext, order: StreamSchedule, *more: Any, routes: RelayRoutes
     ):
         group, placement = engine.group, routes.placement
         (self._stage,) = [j for j in range(order.stages) if routes.is_here(j, group.rank)]
-        self._is_last = self._stage == order.stages - 1
         self.mailbox = open_mailbox(group, {}, routes)
-        self.packets = PacketLink(self.mailbox, placement, (), order)
+        self.packets = PacketLink(group, self.mailbox, placement, (), order)
         self._waiting: tuple[Action, ...] = ()  # queued actions that have not run
-        self._replicas = engine.replicas
-        # For the current segment; `_summed` has the parameters in the reduction, the same on all replicas.
-        self._summed: Mapping[StageParameter, torch.Tensor] = {}
-        self._first_changes_buffers = False  # forward, on replica 0
         self.part = ReplicaPart(0, 0, 0)  # of the mini-batch that is admitted
-        super().__init__(engine, context, order, *more)
+        super().__init__(engine, context, order, *more, link=self.packets)
         self.stages = (self._stage,)
 
-    def wait(self, action: Action) -> None:
-        if self.failure is not None:
-            return
-        maker = self.packets.maker_before(action)
-        if maker is not None:
-            values = self.packets.receive(maker)
-            one, own = self._at(maker)
-            step = _rank_step(one)
-            if own.kind is ActionKind.BACKWARD and own.micro_batch == 0:  # the next stage has taken the job before
-                t, _ = self._order.place(maker.micro_batch)
-                self.mailbox.finish_send(("job", self._stage, t), f"mini-batch {t} of the stream to be taken")
-            if self._is_end(one, own):
-                size = len(LossReport._fields)
-                values, report = values[:-size], values[-size:]
-                step.report = LossReport(*(one.value for one in report))
-            step.exchange.enter_packet(own, values)
-        self.engine.group.doing = str(action)
-
-    def pass_on(self, action: Action) -> None:
-        one, own = self._at(action)
-        step, is_end = _rank_step(one), self._is_end(one, own)
-        if is_end and self._is_last:
-            step.report = self._loss_report(one)
-        if self.packets.is_sent(action):
-            report = map(PacketValue, step.report) if is_end and step.report is not None else ()
-            self.packets.send(action, [*step.exchange.take_packet(own), *report])
-        super().pass_on(action)
+    def _make_end(self, order: StreamSchedule) -> StreamEnd:
+        return RankStreamEnd(order, self.weights, self.engine, self.loss, self._stage)
 
     def pass_job(self, job: Any, t: int) -> Any:
         """Forwards the leader's job for mini-batch t, or the end of the segment; returns it on all ranks."""
@@ -145,23 +170,18 @@ class RankStream(Stream):
             address = ("job", j - 1, t), tag, placement[j - 1]
             self.mailbox.expect(*address)
             ((job, _),) = self.mailbox.receive(*address, f"mini-batch {t} of the stream")
-        if not self._is_last:
+        if not self.end.is_last:
             self.mailbox.send(("job", j, t), tag, placement[j + 1], [PacketValue(job)])
         return job
-
-    @staticmethod
-    def _is_end(one: StreamStep, own: Action) -> bool:
-        """Returns whether this is the last backward of a mini-batch in a stage."""
-        return own.kind is ActionKind.BACKWARD and own.micro_batch == one.micro_batches - 1
 
     def begin_segment(self, inputs: RankInputs) -> ReplicaPart:
         """Returns this replica's part in the first mini-batch of a graph. All ranks call it."""
         engine = self.engine
         engine.refuse_sharing(inputs.union)
         gradients = RankGradients(engine, inputs)
-        self._summed = gradients.parameters
-        part = engine.begin(inputs, gradients, self.loss.reduction, self._is_last, in_stream=True)
-        self._first_changes_buffers = part.changes_buffers
+        self.end.summed = gradients.parameters
+        part = engine.begin(inputs, gradients, self.loss.reduction, self.end.is_last, in_stream=True)
+        self.end.first_changes_buffers = part.changes_buffers
         return part
 
     def next_part(self, program: RankProgram, inputs: RankInputs | None) -> ReplicaPart | None:
@@ -169,29 +189,27 @@ class RankStream(Stream):
         start = None
         if inputs is not None:
             own_inputs = replace(inputs, bounds=(program,), union=program)
-            start = self.engine.start_of(own_inputs, self.loss.reduction, self._summed, in_stream=True)
-        return self._replicas.begin(start, program.combinations, in_stream=True)
+            start = self.engine.start_of(own_inputs, self.loss.reduction, self.end.summed, in_stream=True)
+        return self.engine.replicas.begin(start, program.combinations, in_stream=True)
 
     def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
-        if self._is_last:
+        if self.end.is_last:
             return super()._history_of(given_inputs)
         return LossHistory(is_cheap=True, passes=1)  # looks at elements, and does not verify
 
-    def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> StreamStep:
+    def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> MiniBatch:
         assert isinstance(given_inputs, RankInputs)
-        part, engine, is_last = self.part, self.engine, self._is_last
-        step = RankStreamStep(
+        part, engine = self.part, self.engine
+        return MiniBatch(
             engine.own_inputs(given_inputs),
             engine.model,
             part.seed,
-            losses=engine.losses_of_part(given_inputs, part, self.loss, is_verified) if is_last else None,
+            losses=engine.losses_of_part(given_inputs, part, self.loss, is_verified) if self.end.is_last else None,
             look_at_elements=history.look_at_elements and part.micro_batches > 1,
+            first_micro_batch=part.first,
             **engine.part_of_step(given_inputs),
             **more,
         )
-        step.group, step.part, step.first_changes_buffers = engine.group, part, self._first_changes_buffers
-        step.first_micro_batch = part.first
-        return step
 
     def _queue(self, rows: Rows) -> None:
         """Queues rows, and runs the rows queued before."""
@@ -200,74 +218,13 @@ class RankStream(Stream):
 
     def _run_waiting(self, row: tuple[Action, ...]) -> None:
         due, self._waiting = self._waiting, row
-        self.engine.executor.start(self, (due,))
+        self.engine.executor.start(self.run, (due,))
         self._raise_failure()
 
     def drain(self) -> None:
         super().drain()
         self._run_waiting(())
         self.mailbox.settle()
-
-    def _loss_report(self, one: StreamStep) -> LossReport:
-        """Makes the report of a mini-batch. Raises `LossError` if its micro-batches do not add up to its loss."""
-        stage = one.loss
-        assert stage is not None
-        losses = stage.losses
-        self.engine.refuse_strange_leaves(stage)
-        replicas, step = self._replicas, _rank_step(one)
-        if replicas.count > 1 and stage.bound.is_weighed:
-            one.is_verified = False  # the micro-batches of all replicas add up to the loss, which is not verified here
-        loss, divisor = super()._checked_loss(one), losses.divisor
-        if replicas.count > 1:
-            own = loss_of_replica(losses), len(parameters_of_loss(step))
-            reports = replicas.group.replicas.all_gather(own, "the losses of the other replicas")
-            of_replicas = [of_replica for of_replica, _ in reports]
-            loss, divisor = replicas.loss_of_union(of_replicas, step.part, self.loss.reduction)
-            if any(count for _, count in reports):
-                replicas.sum_of_loss(step, {})
-        loss, divisor = map_tensor_leaves(lambda t: t.detach().cpu(), (loss, divisor))
-        shares = [float(losses.share(i) * losses.scale) for i in range(one.micro_batches)]
-        return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), one.is_verified)
-
-    def _update_stage(self, steps: Sequence[Step], j: int, updates: OverlappedUpdates) -> None:
-        """Sums the gradients of a stage over replicas and updates its parameters."""
-        for step in steps if self._replicas.count > 1 else ():
-            assert isinstance(step, RankStreamStep)
-            self._sum_over_replicas(step, j)
-        self.engine.update_stage(steps, j, updates)
-
-    def _sum_over_replicas(self, step: RankStreamStep, j: int) -> None:
-        """Sums the gradients of a stage over replicas. Raises `LossError` if element weights differ between them."""
-        replicas, own = self._replicas, {(name, j): gradient for name, gradient in step.totals[j].sums.items()}
-        report, check = step.report, step.loss_weighting
-        assert report is not None
-        shares = report.shares.tolist()
-        wrong, wrong_means = (check.difference(shares.__getitem__, means_only=only) for only in (False, True))
-        is_verified = report.is_verified
-        of_stage = LossEvidence(wrong, wrong_means, is_verified, is_verified, shares, dict(check.gradients))
-        gradient_report = replicas.reduction.begin().give_rest(own)
-        reports = replicas.group.replicas.all_gather((of_stage, gradient_report), WAITED_FOR)
-        evidence, gradients = [[one] for one, _ in reports], [one for _, one in reports]
-        LossVerdict(evidence, firsts=step.part.firsts).check(None, 0)
-        total = replicas.finish_sum(own, gradients)
-        if replicas.group.device_sums is not None:  # if a device hangs for some replicas, none goes on
-            replicas.group.replicas.all_gather(None, WAITED_FOR)
-        step.totals[j].sums = {name: gradient for (name, _), gradient in total.items()}
-        if any(one.sparse for one in gradients):
-            self._summed = replicas.reducible(self._summed)
-            replicas.prepare_sum(self._summed)
-
-    def _checked_loss(self, one: StreamStep) -> torch.Tensor:
-        step = _rank_step(one)
-        report = step.report
-        if report is None:
-            raise InternalError("a mini-batch has ended without a report of its loss")
-        step.exchange.check_empty()
-        if not self._is_last and not report.is_verified:
-            wrong = step.loss_weighting.difference(report.shares.__getitem__, means_only=True)
-            if wrong is not None:
-                raise wrong_loss(wrong)
-        return report.loss.to(self.engine.group.device)
 
 
 class RankTrainStream(TrainStream):

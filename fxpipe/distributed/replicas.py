@@ -34,7 +34,7 @@ from fxpipe.errors import InternalError, LossError, StateError
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.loss_checks import LossEvidence
 from fxpipe.runtime.losses import LARGEST_UNIT, MicroBatchLosses
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.mini_batch import MiniBatch
 from fxpipe.utils.output_combination import OutputCombination
 
 StageParameter = tuple[str, int]  # parameter name, stage that uses it
@@ -175,9 +175,9 @@ def loss_of_replica(losses: MicroBatchLosses) -> ReplicaLoss:
     return ReplicaLoss(*(value.cpu() if isinstance(value, torch.Tensor) else value for value in values))
 
 
-def parameters_of_loss(step: Step) -> list[tuple[nn.Parameter, torch.Tensor, int]]:
+def parameters_of_loss(one: MiniBatch) -> list[tuple[nn.Parameter, torch.Tensor, int]]:
     """Returns the parameters that loss_fn uses, with the sums and counts of their gradients."""
-    own = [] if step.loss is None else step.loss.own.values()
+    own = [] if one.loss is None else one.loss.own.values()
     return [(leaf, gradient, count) for leaf, gradient, count in own if isinstance(leaf, nn.Parameter)]
 
 
@@ -416,10 +416,10 @@ class Replicas:
                 sums[key] = add_gradient(sums.get(key), gradient)
         return {key: value.to(self.group.device) for key, value in sums.items()}
 
-    def sum_of_loss(self, step: Step, more: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    def sum_of_loss(self, one: MiniBatch, more: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         """Sums the gradients of parameters that loss_fn uses, in place; returns the sums of `more`, as `sum_apart`."""
-        own = parameters_of_loss(step)
+        own = parameters_of_loss(one)
         sums = self.sum_apart({**more, **{k: gradient for k, (_, gradient, _) in enumerate(own)}})
         for k, (leaf, gradient, count) in enumerate(own):
-            step.loss.own[id(leaf)] = (leaf, sums.pop(k).to(gradient.device), count)  # type: ignore[union-attr]
+            one.loss.own[id(leaf)] = (leaf, sums.pop(k).to(gradient.device), count)  # type: ignore[union-attr]
         return sums

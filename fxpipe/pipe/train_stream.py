@@ -155,7 +155,7 @@ class StreamLoop:
                             self._end_reading()
                 if self.stream is not None:
                     with context.suspended():
-                        self.stream.end()
+                        self.stream.close()
             except BaseException as error:
                 if self.stream is not None:
                     self.stream.abort(error)
@@ -180,7 +180,7 @@ class StreamLoop:
         except StopIteration:
             self._end_reading()
         except Exception as error:
-            if self.stream is not None and (self.stream.failure is not None or self._batches.has_written):
+            if self.stream is not None and (self.stream.run.failure is not None or self._batches.has_written):
                 raise
             self._end_reading(error)
         else:

@@ -145,7 +145,7 @@ T = TypeVar("T")
 
 
 class CallerStateRunner:
-    """Calls functions in the state of the caller, from a thread in the state of `ActionPerformer.in_row`."""
+    """Calls functions in the state of the caller, from a thread in the state of `Run.in_row`."""
 
     # A grad mode that user code leaves set is reset: checking for it is cheap. The end of a row restores the state.
 

@@ -30,12 +30,13 @@ from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.commit import GradientList, add_gradient, attach_commit, gradient_rollback
 from fxpipe.runtime.exchange import BoundaryValue
-from fxpipe.runtime.executors import ActionPerformer, Executor, close_all_executors
+from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_checks import LossHistories, LossVerdict
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import MODEL_LOSS_REMEDIES, LossCall, MicroBatchLosses
+from fxpipe.runtime.mini_batch import MiniBatch
+from fxpipe.runtime.run import End, Link, Run, StepOrder
 from fxpipe.runtime.stage_updates import OverlappedUpdates, actions_before_updates, update_rows
-from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs, gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.step_record import StepNotes, StepRecord, step_record_of
 from fxpipe.runtime.transport import Transport, leaves_on_device
@@ -133,42 +134,46 @@ class Engine:
     def own_inputs(self, given_inputs: GivenInputs) -> StepInputs:
         return StepInputs.of(given_inputs)
 
-    def _step(
-        self,
-        given_inputs: GivenInputs,
-        schedule: Schedule,
-        seed: int | None = None,
-        kind: type[Step] = Step,
-        **more: Any,
-    ) -> Any:
+    def _mini_batch(
+        self, given_inputs: GivenInputs, schedule: Schedule, seed: int | None = None, **more: Any
+    ) -> MiniBatch:
+        """Opens the mini-batch of a step. `more`: further arguments of `MiniBatch`."""
         inputs = self.own_inputs(given_inputs)
         # A model without random nodes leaves the generator unchanged, as it does without a pipe.
         if seed is None:
             is_random = any(bound.program.is_random for bound in inputs.programs)
             seed = draw_seed() if is_random else 0
         recomputed = frozenset(a for row in schedule.rows for a in row if a.kind is ActionKind.RECOMPUTE)
-        split = schedule.split_backwards
-        step = kind(inputs, self.model, seed, recomputed, self._caller_context, split=split, **more)
-        step.samples = given_inputs.batch
-        if step.in_order:
-            check_order(schedule, step.in_order, ORDER_OF_BUFFERS)
-        if step.has_losses_in_order:
+        one = MiniBatch(inputs, self.model, seed, recomputed, split=schedule.split_backwards, **more)
+        one.samples = given_inputs.batch
+        if one.in_order:
+            check_order(schedule, one.in_order, ORDER_OF_BUFFERS)
+        if one.has_losses_in_order:
             check_order(schedule, frozenset((schedule.stages - 1,)), ORDER_OF_LOSSES)
-        return step
+        return one
 
-    def _run_rows(self, step: Step, schedule: Schedule, rows: Rows) -> None:
+    def _run_of(
+        self, one: MiniBatch, order: StepOrder | None = None, link: Link | None = None, end: End | None = None
+    ) -> Run:
+        run = Run(one.stage_devices, one.transport, self._caller_context, one.state, order, link, end)
+        run.add(0, one)
+        return run
+
+    def _run_rows(self, run: Run, schedule: Schedule, rows: Rows) -> None:
         """Runs rows of the schedule, all or a part, and keeps notes for the record."""
-        step.log.begun.append(time.perf_counter())
-        self._transport = step.transport
-        self.executor.run(step, rows)
-        if step.loss is not None:
-            step.loss.add_up_replicas()
-        self._note_step(step, schedule)
+        run.log.begun.append(time.perf_counter())
+        self._transport = run.transport
+        self.executor.run(run, rows)
+        loss = run.mini_batches[0].loss
+        if loss is not None:
+            loss.add_up_replicas()
+        self._note_step(run, schedule)
 
-    def _note_step(self, step: Step, schedule: Schedule) -> None:
-        # Keep no reference to the step, which holds tensors.
-        samples = None if any(bound.is_whole for bound in step.bounds) else step.samples
-        self.take_notes(StepNotes(schedule, step.bounds, step.log.now(), [*step.exchange.moved], samples))
+    def _note_step(self, run: Run, schedule: Schedule) -> None:
+        # Keep no reference to the mini-batch, which holds tensors.
+        one = run.mini_batches[0]
+        samples = None if any(bound.is_whole for bound in one.bounds) else one.samples
+        self.take_notes(StepNotes(schedule, one.bounds, run.log.now(), [*one.exchange.moved], samples))
 
     def take_notes(self, notes: StepNotes) -> None:
         self._last_notes, self._last_step = notes, None
@@ -200,25 +205,26 @@ class Engine:
         replicas: Sequence[int],
     ) -> None:
         """Runs the updates of stages, what their U calls, in their workers. `replicas`: by worker; empty: one each."""
-        notes = self._last_notes
-        step = ActionPerformer(devices, Transport(devices), self._caller_context, ThreadState.now())
-        step.updates = updates
-        step.log.begun.append(time.perf_counter())
+        notes, stage_devices = self._last_notes, [(device,) for device in devices]
+        state = ThreadState.now()
+        run = Run(stage_devices, Transport(devices), self._caller_context, state, end=End(updates))
+        run.log.begun.append(time.perf_counter())
         last = 0 if notes is None else notes.schedule.micro_batches - 1
-        self.executor.run(step, update_rows(updates, placement, last, replicas))
+        self.executor.run(run, update_rows(updates, placement, last, replicas))
         if notes is not None:
-            notes.log.updates.append(step.log)
+            notes.log.updates.append(run.log)
             self._last_step = None
 
     def call(self, given_inputs: GivenInputs, schedule: Schedule) -> Any:
         """Runs all forwards of a mini-batch and returns the output, whose backward runs all backwards, once."""
         bound, leaves, m = given_inputs.bound, given_inputs.leaves, schedule.micro_batches
         kind = self.loss_histories.of_kind(bound.out_dims, (), bound)
-        step: Step = self._step(given_inputs, schedule, look_at_elements=kind.look_at_elements and m > 1)
-        self._run_rows(step, schedule, forward_part(schedule))
-        outputs, parts = gathered_results(step)
-        step.commit_buffers()
-        step.transport.settle()
+        one = self._mini_batch(given_inputs, schedule, look_at_elements=kind.look_at_elements and m > 1)
+        run = self._run_of(one)
+        self._run_rows(run, schedule, forward_part(schedule))
+        outputs, parts = gathered_results(one)
+        one.commit_buffers()
+        one.transport.settle()
         differentiable = [
             (place, o, how, what)
             for place, (o, how, what) in enumerate(bound.results)
@@ -230,15 +236,15 @@ class Engine:
             def backward(gradients: Sequence[torch.Tensor | None]) -> None:
                 for (_, o, how, _), gradient, part_shapes in zip(differentiable, gradients, shapes, strict=True):
                     if gradient is not None:
-                        step.exchange.enter_gradients(o, scatter_gradient(gradient, part_shapes, how, step.weights))
-                step.caller_context = self._caller_context.for_backward(step.caller_context)
-                self._run_rows(step, schedule, backward_part(schedule))
-                if wrong := step.loss_weighting.difference(lambda i: step.weights[i], means_only=True):
+                        one.exchange.enter_gradients(o, scatter_gradient(gradient, part_shapes, how, one.weights))
+                run.caller_context = self._caller_context.for_backward(run.caller_context)
+                self._run_rows(run, schedule, backward_part(schedule))
+                if wrong := one.loss_weighting.difference(lambda i: one.weights[i], means_only=True):
                     raise LossError(f"{wrong} {MODEL_LOSS_REMEDIES}")
                 kind.count_pass()
 
             parts_of_graph = [outputs[place] for place, *_ in differentiable]
-            attached = self.commit(step, backward, parts_of_graph, running=self.running)
+            attached = self.commit(one, backward, parts_of_graph, running=self.running)
             for (place, *_, what), output in zip(differentiable, attached, strict=True):
                 outputs[place] = output
                 if place in bound.used_outputs:  # the gradient of the model's own use is added in the stages
@@ -253,7 +259,7 @@ class Engine:
 
     def commit(
         self,
-        step: Step,
+        one: MiniBatch,
         backward: Callable[[Sequence[torch.Tensor | None]], None],
         outputs: Sequence[torch.Tensor],
         extra: Sequence[torch.Tensor] = (),  # leaves of the loss
@@ -261,20 +267,20 @@ class Engine:
         end: Callable[[GradientList], GradientList] | None = None,  # makes gradients of the sums; None: divides them
         running: Callable[[], AbstractContextManager[None]] = nullcontext,  # a block around `backward`
     ) -> tuple[torch.Tensor, ...]:
-        """Attaches `outputs` to the caller's graph: their backward runs `backward` and returns the sums of the step."""
-        named = step.trained_parameters() if named is None else named
+        """Attaches `outputs` to the caller's graph: their backward runs `backward` and returns the gradient sums."""
+        named = one.trained_parameters() if named is None else named
 
         def finish(gradients: Sequence[torch.Tensor | None]) -> GradientList:
-            with step.transport.on_step_streams():
+            with one.transport.on_step_streams():
                 backward(gradients)
-                sums: GradientList = [step.parameter_gradient(name, tensor.device) for name, tensor in named.items()]
-                sums += [step.exchange.input_gradients(one) for one in step.trained]
-                if step.loss is not None:
-                    sums += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
-                divisor = step.divisor
+                sums: GradientList = [one.parameter_gradient(name, tensor.device) for name, tensor in named.items()]
+                sums += [one.exchange.input_gradients(each) for each in one.trained]
+                if one.loss is not None:
+                    sums += [one.loss.own.pop(id(leaf))[1] for leaf in extra]
+                divisor = one.divisor
                 return end(sums) if end is not None else [g if g is None else divided(g, divisor) for g in sums]
 
-        inputs = [*named.values(), *(one.tensor for one in step.trained), *extra]
+        inputs = [*named.values(), *(each.tensor for each in one.trained), *extra]
         return attach_commit(finish, outputs, inputs, running)
 
     def forward_backward(
@@ -293,8 +299,8 @@ class Engine:
         if not given_inputs.is_handed_over and not takes_all:
             history = self.loss_histories.of(given_inputs, call)
 
-        def run(is_verified: bool, seed: int | None = None) -> tuple[Step, LossStage]:
-            step: Step = self._step(
+        def run_step(is_verified: bool, seed: int | None = None) -> tuple[Run, MiniBatch, LossStage]:
+            one = self._mini_batch(
                 given_inputs,
                 schedule,
                 seed,
@@ -302,26 +308,26 @@ class Engine:
                 keep_outputs=is_verified or call.return_outputs,
                 look_at_elements=history is not None and history.look_at_elements and m > 1,
             )
-            self._run_with_updates(step, schedule, None if is_verified else updates)
-            assert step.loss is not None
-            return step, step.loss
+            run = self._run_with_updates(one, schedule, None if is_verified else updates)
+            assert one.loss is not None
+            return run, one, one.loss
 
-        step, stage = run(is_verified := history is not None and history.is_due and m > 1)
+        run, one, stage = run_step(is_verified := history is not None and history.is_due and m > 1)
         loss, outputs = stage.losses.total(), None
         if history is not None:
-            evidence, outputs = stage.evidence(history, is_verified, call.return_outputs, step.log)
+            evidence, outputs = stage.evidence(history, is_verified, call.return_outputs, run.log)
             is_repeatable = updates is None or not updates.begun
             if is_repeatable and LossVerdict([[evidence]]).is_unsure:  # run again and verify
-                step, stage = run(True, step.seed)
+                run, one, stage = run_step(True, one.seed)
                 loss = stage.losses.total()
-                evidence, outputs = stage.evidence(history, True, call.return_outputs, step.log)
+                evidence, outputs = stage.evidence(history, True, call.return_outputs, run.log)
             LossVerdict([[evidence]]).check(history, m)
             if evidence.is_verified:
-                self._note_step(step, schedule)
+                self._note_step(run, schedule)
         results = stage.other_results()
         output = stage.output(outputs) if call.return_outputs else None
-        self.add_gradients(step, updates)
-        step.commit_buffers()
+        self.add_gradients(one, updates)
+        one.commit_buffers()
         with torch.no_grad():
             self.write_back(given_inputs, results)
         return loss, output
@@ -364,61 +370,64 @@ class Engine:
         losses.reads = self.loss_histories.names_read(call.function)  # a step hides what forward changes there
         return losses
 
-    def add_gradients(self, step: Step, updates: OverlappedUpdates | None = None) -> None:
-        """Adds the gradients of a successful step to the gradients of the model's parameters."""
-        _refuse_parameters_in_loss(step.loss, updates)
-        extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
+    def add_gradients(self, one: MiniBatch, updates: OverlappedUpdates | None = None) -> None:
+        """Adds the gradients of a successful mini-batch to the gradients of the model's parameters."""
+        _refuse_parameters_in_loss(one.loss, updates)
+        extra = [] if one.loss is None else [leaf for leaf, *_ in one.loss.own.values()]
         updated = updates.identities if updates is not None and updates.begun else ()
-        named = {name: t for name, t in step.trained_parameters().items() if id(t) not in updated}
-        (root,) = self.commit(step, lambda _: None, [torch.zeros((), device="cpu")], extra, named)
+        named = {name: t for name, t in one.trained_parameters().items() if id(t) not in updated}
+        (root,) = self.commit(one, lambda _: None, [torch.zeros((), device="cpu")], extra, named)
         if not root.requires_grad:  # all parameters are updated, and their gradients freed
-            with step.transport.on_step_streams():
+            with one.transport.on_step_streams():
                 return
         with gradient_rollback(leaves_below(root)):
             root.backward()
 
-    def _run_with_updates(self, step: Step, schedule: Schedule, updates: OverlappedUpdates | None) -> None:
+    def _run_with_updates(self, one: MiniBatch, schedule: Schedule, updates: OverlappedUpdates | None) -> Run:
         if updates is None:
-            self._run_rows(step, schedule, schedule.rows)
-            return
+            run = self._run_of(one)
+            self._run_rows(run, schedule, schedule.rows)
+            return run
         users: dict[int, set[int]] = {}
-        for bound, tensors in step.open_programs:
+        for bound, tensors in one.open_programs:
             for j, stage in enumerate(bound.program.stages):
                 for name in stage.attributes:
                     users.setdefault(id(tensors.get(name)), set()).add(j)
-        step.updates = {j: functools.partial(self.update_stage, [step], j, updates) for j in range(schedule.stages)}
-        step.fences.before_updates = actions_before_updates(schedule, updates.parameters, users)
-        schedule = with_updates(schedule)
-        self._run_rows(step, schedule, schedule.rows)
-
-    def update_stage(self, steps: Sequence[Step], j: int, updates: OverlappedUpdates) -> None:
-        """Updates a stage in its worker with the mean gradients of steps of one program: in a stream, of a round."""
-        for step in steps:
-            _refuse_parameters_in_loss(step.loss, updates)
-        own = {id(parameter) for parameter in updates.parameters.get(j, ())}
-        named = {name: tensor for name, tensor in steps[0].trained_parameters().items() if id(tensor) in own}
-        trained: list[torch.Tensor] = []
-
-        def finish(_: object) -> GradientList:
-            divisors = [step.divisor for step in steps]
-            means: GradientList = [_mean_gradient(name, t.device, steps, divisors) for name, t in named.items()]
-            trained.extend(t for t, gradient in zip(named.values(), means, strict=True) if gradient is not None)
-            return means
-
-        if named:
-            (root,) = attach_commit(finish, [torch.zeros((), device="cpu")], [*named.values()])
-            with gradient_rollback([*named.values()]):
-                root.backward()
-        updates.step(j, trained)
+        order = StepOrder(actions_before_updates(schedule, updates.parameters, users))
+        end = End({j: functools.partial(update_stage, [one], j, updates) for j in range(schedule.stages)})
+        run, schedule = self._run_of(one, order, end=end), with_updates(schedule)
+        self._run_rows(run, schedule, schedule.rows)
+        return run
 
 
-def gathered_results(step: Step) -> tuple[list[Any], dict[ReceivedValue, list[BoundaryValue]]]:
-    """Returns the gathered results of a step without a loss, and their parts by value."""
-    bound, every = step.bounds[0], range(step.micro_batches)
+def update_stage(mini_batches: Sequence[MiniBatch], j: int, updates: OverlappedUpdates) -> None:
+    """Updates a stage in its worker with the mean gradients of mini-batches of one program: in a stream, of a round."""
+    for one in mini_batches:
+        _refuse_parameters_in_loss(one.loss, updates)
+    own = {id(parameter) for parameter in updates.parameters.get(j, ())}
+    named = {name: tensor for name, tensor in mini_batches[0].trained_parameters().items() if id(tensor) in own}
+    trained: list[torch.Tensor] = []
+
+    def finish(_: object) -> GradientList:
+        divisors = [one.divisor for one in mini_batches]
+        means: GradientList = [_mean_gradient(name, t.device, mini_batches, divisors) for name, t in named.items()]
+        trained.extend(t for t, gradient in zip(named.values(), means, strict=True) if gradient is not None)
+        return means
+
+    if named:
+        (root,) = attach_commit(finish, [torch.zeros((), device="cpu")], [*named.values()])
+        with gradient_rollback([*named.values()]):
+            root.backward()
+    updates.step(j, trained)
+
+
+def gathered_results(one: MiniBatch) -> tuple[list[Any], dict[ReceivedValue, list[BoundaryValue]]]:
+    """Returns the gathered results of a mini-batch without a loss, and their parts by value."""
+    bound, every = one.bounds[0], range(one.micro_batches)
     n = len(bound.devices)
-    parts = {link.value: [step.exchange.take(n, link, i) for i in every] for link in bound.wiring.links[-1]}
+    parts = {link.value: [one.exchange.take(n, link, i) for i in every] for link in bound.wiring.links[-1]}
     outputs = [
-        o.value if isinstance(o, ConstantOutput) else gather([p.value for p in parts[o]], how, step.weights, what)
+        o.value if isinstance(o, ConstantOutput) else gather([p.value for p in parts[o]], how, one.weights, what)
         for o, how, what in bound.results
     ]
     return outputs, parts
@@ -432,16 +441,16 @@ def _refuse_hook(output: str, *_: Any) -> None:
 
 
 def _mean_gradient(
-    name: str, home: torch.device, steps: Sequence[Step], divisors: Sequence[Any]
+    name: str, home: torch.device, mini_batches: Sequence[MiniBatch], divisors: Sequence[Any]
 ) -> torch.Tensor | None:
-    """Returns the mean over steps of a parameter's gradient, on its device: summed in order, divided once."""
+    """Returns the mean over mini-batches of a parameter's gradient, on its device: summed in order, divided once."""
     total, count = None, 0
-    for step, divisor in zip(steps, divisors, strict=True):
-        gradient = step.parameter_gradient(name, home)
+    for one, divisor in zip(mini_batches, divisors, strict=True):
+        gradient = one.parameter_gradient(name, home)
         if gradient is not None:
             total = add_gradient(total, divided(gradient, divisor), count)
             count += 1
-    return total if total is None or len(steps) == 1 else total / len(steps)
+    return total if total is None or len(mini_batches) == 1 else total / len(mini_batches)
 
 
 def _refuse_parameters_in_loss(stage: LossStage | None, updates: OverlappedUpdates | None) -> None:

@@ -154,7 +154,7 @@ class StageTotals:
         self.buffers: dict[str, torch.Tensor] = {}  # changed buffers, after the last F
         self.assigned: set[str] = set()  # names of buffers that forward sets to another tensor
         self.sums: dict[str, torch.Tensor] = {}
-        self.when_final: Callable[[str], None] | None = None  # called with each name whose sum is complete
+        self.when_final: Callable[[StageTotals, str], None] | None = None  # called with each name whose sum is complete
         self._counters: dict[str, torch.Tensor] = {}  # mini-batch counters, after any F
         self._statistics: dict[int, list[BatchStatistics]] = {}  # from deferred batch norm, by micro-batch
         self._counts: dict[str, int] = {}
@@ -194,7 +194,7 @@ class StageTotals:
                 self.sums[name] = add_gradient(self.sums.get(name), gradient, count)
                 self._counts[name] = count + 1
                 if self.when_final is not None:
-                    self.when_final(name)
+                    self.when_final(self, name)
             del gradient  # before the next gradient is computed
 
 

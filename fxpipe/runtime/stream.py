@@ -1,7 +1,7 @@
 """A stream of mini-batches through the stages, without a flush: the runtime of `train_stream`.
 
-Each mini-batch is a `Step`. But a stage opens for it with its first forward there, on the *version* of the weights that
-the order of the stream (`scheduling.streams`) assigns, and closes with its update U, an action of the rows.
+All mini-batches are of one `Run`. A stage opens for each with its first forward there, on the *version* of the weights
+that the order of the stream (`scheduling.streams`) assigns, and closes with its update U, an action of the rows.
 
 *Versions.* The newest version of a weight is in the model's parameter, which an optimizer updates in place. If a
 mini-batch in flight still needs the version there, the parameter first gets a copy; the older version stays in the
@@ -19,9 +19,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,20 +32,19 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import LossError, StateError
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
-from fxpipe.runtime.engine import Engine
+from fxpipe.runtime.engine import Engine, update_stage
 from fxpipe.runtime.exchange import TransferNote
-from fxpipe.runtime.executors import ActionPerformer
 from fxpipe.runtime.loss_checks import LossHistory, LossVerdict
 from fxpipe.runtime.loss_stage import NOT_AFFINE
 from fxpipe.runtime.losses import LossCall
-from fxpipe.runtime.stage_instance import StageInstance
+from fxpipe.runtime.mini_batch import MiniBatch
+from fxpipe.runtime.run import End, Link, Run
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
-from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs, tensor_requires_grad
 from fxpipe.runtime.step_record import StepLog, StepNotes
 from fxpipe.runtime.transport import Transport
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
-from fxpipe.scheduling.replicas import replica_of, rows_of_replicas
+from fxpipe.scheduling.replicas import rows_of_replicas
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils import accelerator
 from fxpipe.utils.accelerator import mix_seed
@@ -151,39 +150,85 @@ class StageWeights:
         self.hide_gradients()
 
 
-class StreamStep(Step):
-    """A mini-batch, whose stages open and close in turn."""
+@dataclass(slots=True)
+class Admitted:
+    """A mini-batch in flight."""
 
+    mini_batch: MiniBatch
     bound: BoundProgram  # whose replicas are in the order of their turns in the stream
-    overlap: OverlappedUpdates
     history: LossHistory
     is_verified: bool
+    updates: OverlappedUpdates
     left: set[int]  # stages not yet updated
-    ended: threading.Event  # set if `left` is empty, or the stream has failed
-
-    def _open_stages(self) -> list[dict[int, StageInstance]]:
-        return [{} for _ in range(self.micro_batches)]
-
-    def open_stage(self, j: int, i: int, versions: Mapping[int, torch.Tensor]) -> None:
-        """Opens a stage on the replica of micro-batch i, before its first forward there."""
-        ((bound, tensors),) = self.open_programs
-        count = len(self.replica_totals[j])
-        turn = replica_of(i, count)
-        opened = self._open_stage(bound, j, turn, replace(tensors, versions=versions))
-        for own in self._stages[turn::count]:
-            own[j] = opened
-
-    def close_stage(self, j: int) -> None:
-        """Drops a stage after its update, with its version of the weights."""
-        for own in self._stages:
-            del own[j]
-
-    def has_open(self, action: Action) -> bool:
-        return action.stage in self._stages[action.micro_batch]
+    begun: float  # time of the host's clock
+    part: Any = None  # over processes: of this replica of the pipe
 
 
-class Stream(ActionPerformer):
+class StreamEnd(End):
+    """Opens a stage for a mini-batch with the version of its weights; writes its buffers; updates it by rounds."""
+
+    def __init__(self, order: StreamSchedule, weights: Sequence[StageWeights]):
+        super().__init__()
+        self.order, self.weights = order, weights
+        self.admitted: dict[int, Admitted] = {}  # by number
+        self.applied = [0] * order.stages  # by stage: mini-batches in its weights
+
+    def before(self, run: Run, t: int, action: Action) -> None:
+        kind, j, k = action
+        if kind is ActionKind.FORWARD and k < self.order.replicas[j]:
+            run.mini_batches[t].open_stage(j, k, self.weights[j].at(self.order.version(j, t)))
+
+    def after(self, run: Run, t: int, action: Action) -> None:
+        kind, j, k = action
+        one = run.mini_batches[t]
+        if kind is ActionKind.FORWARD and k == one.micro_batches - 1:
+            with run.transport.at_all(run.devices[j]) if run.has_replicas else nullcontext():
+                self.commit_buffers(one, j)
+
+    def commit_buffers(self, one: MiniBatch, j: int) -> None:
+        one.commit_buffers_of(j)
+
+    def update(self, run: Run, t: int, stage: int) -> None:
+        together, weights = self._round(stage, t), self.weights[stage]
+        for each in together:
+            each.mini_batch.close_stage(stage)
+        *others, last = together
+        with run.transport.at_all(run.devices[stage]):
+            weights.begin_update(self.order.version(stage, t + 1))
+            for each in others:
+                each.updates.begun.append(stage)
+            self.update_stage(together, stage, last.updates)
+            weights.end_update()
+        self.applied[stage] = t + 1
+
+    def update_stage(self, together: Sequence[Admitted], j: int, updates: OverlappedUpdates) -> None:
+        update_stage([each.mini_batch for each in together], j, updates)
+
+    def updated(self, run: Run, t: int, stage: int) -> None:
+        for each in self._round(stage, t):
+            each.left.discard(stage)
+            if not each.left:
+                each.mini_batch.ended.set()
+
+    def _round(self, j: int, t: int) -> list[Admitted]:
+        """Returns the mini-batches that make one update of a stage together with mini-batch t."""
+        return [self.admitted[each] for each in self.order.round_of(j, t)]
+
+    def checked_loss(self, admitted: Admitted) -> torch.Tensor:
+        """Returns the loss of a mini-batch that has ended. Raises `LossError` unless its micro-batches add up to it."""
+        one, history = admitted.mini_batch, admitted.history
+        assert one.loss is not None
+        loss = one.loss.losses.total()
+        evidence, _ = one.loss.evidence(history, admitted.is_verified, False, StepLog())
+        LossVerdict([[evidence]]).check(history, one.micro_batches)
+        admitted.is_verified = evidence.is_proved
+        return loss
+
+
+class Stream:
     """The mini-batches of one call of `train_stream`, from admission to loss."""
+
+    part: Any = None  # of the next mini-batch; see `Admitted`
 
     def __init__(
         self,
@@ -196,26 +241,28 @@ class Stream(ActionPerformer):
         parameters: Mapping[int, Sequence[torch.Tensor]],  # by stage, those in the optimizer
         loss: LossCall,
         seed: int,  # of the stages
+        *,
+        link: Link | None = None,
     ):
         transport = Transport(device for own in stage_devices for device in own)
-        # The caller's state changes only with the program, after a drain.
-        super().__init__([own[0] for own in stage_devices], transport, context, ThreadState.now(), stage_devices)
         self.name, self.engine, self.optimizer, self.loss, self.seed = str(schedule), engine, optimizer, loss, seed
-        self._order, self._parameters, self._context = order, parameters, context
+        self._order, self._parameters = order, parameters
         self.stages: Sequence[int] = range(order.stages)  # stages in this process
         named = {id(p): name for name, p in engine.model.named_parameters(remove_duplicate=False)}
         every = range(order.stages)
         self.weights = [StageWeights({named.get(id(p), "?"): p for p in parameters.get(j, ())}) for j in every]
         for of_stage in self.weights:
             of_stage.keep_first_version(transport)
-        self.recomputes = any(order.modes[j] != "never" for j in every)
-        self._in_order: Collection[int] = ()  # stages with replicas whose forward changes buffers
-        self._steps: dict[int, StreamStep] = {}  # the mini-batches in flight
-        self._applied = [0] * order.stages  # by stage: mini-batches in its weights
+        self.end = self._make_end(order)
+        # The caller's state changes only with the program, after a drain.
+        self.run = Run(stage_devices, transport, context, ThreadState.now(), order, link, self.end)
         self._tensors: tuple[BoundProgram, ModelTensors] | None = None  # for the running program
         self._collected = 0  # mini-batches whose loss was returned
         # The last mini-batches: program, micro-batches in the stream, when it began, transfers.
         self._recent: deque[tuple[BoundProgram, range, float, list[TransferNote]]] = deque()
+
+    def _make_end(self, order: StreamSchedule) -> StreamEnd:
+        return StreamEnd(order, self.weights)
 
     @property
     def in_flight(self) -> int:
@@ -225,7 +272,7 @@ class Stream(ActionPerformer):
     @property
     def applied(self) -> list[int]:
         """The number of mini-batches in the weights of each stage in this process."""
-        return [self._applied[j] for j in self.stages]
+        return [self.end.applied[j] for j in self.stages]
 
     @property
     def versions_held(self) -> tuple[int, ...]:
@@ -239,51 +286,41 @@ class Stream(ActionPerformer):
         is_verified = history.is_due and count > 1
         if self._tensors is None or self._tensors[0] is not bound:
             self._tensors = bound, ModelTensors(self.engine.model, bound.constants)
-        stages = zip(bound.program.stages, self._order.replicas, strict=True)
-        self.state = bound.state
-        # Stages with replicas whose forward changes buffers, which the next micro-batch reads.
-        self._in_order = frozenset(j for j, (stage, own) in enumerate(stages) if own > 1 and stage.changes)
+        self.run.state = bound.state
         joint = needing_all(bound.combinations)
         if joint is not None and given_inputs.takes_all(self.loss.reduction):
             raise LossError(f"{joint.where} {NOT_AFFINE}")
         own = replace(given_inputs, bounds=(bound.with_turns_from(self._order.micro_batches),) * count)
-        with self.transport.at_all(bound.devices[-1]):
-            step = self._open(
+        with self.run.transport.at_all(bound.devices[-1]):
+            one = self._open(
                 own,
                 history,
                 is_verified,
                 recomputed=self._order.recomputed(count),
-                ambient=self._context,
                 keep_outputs=is_verified,
                 known_tensors=self._tensors[1],
+                opens_stages=False,
             )
-        step.overlap = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
-        step.bound, step.history, step.is_verified = bound, history, is_verified
-        step.left, step.ended = {*self.stages}, threading.Event()
-        first, last_stage = self._order.micro_batches, self._order.stages - 1
-
-        def wait_behind_loss(i: int) -> None:  # replicas of the last stage compute losses in order
-            if first + i >= 0:
-                self._wait_behind([Action(ActionKind.FORWARD, last_stage, first + i)])
-
-        step.wait_behind_loss = wait_behind_loss  # type: ignore[method-assign]
-        self._steps[t] = step
-        if self.failure is not None:  # others may have been opened just before
-            self.open_all()
-        step.log.begun.append(time.perf_counter())
+        # Where forward changes buffers, replicas find those of the last micro-batch, also of an earlier mini-batch.
+        stages = zip(bound.program.stages, self._order.replicas, strict=True)
+        one.ordered = frozenset(j for j, (stage, replicas) in enumerate(stages) if replicas > 1 and stage.changes)
+        updates = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
+        left, begun = {*self.stages}, time.perf_counter()
+        self.end.admitted[t] = Admitted(one, bound, history, is_verified, updates, left, begun, self.part)
+        self.run.add(t, one)
         self._queue(self._order.admit(count))
 
     def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
         return self.engine.loss_histories.of(given_inputs, self.loss)
 
-    def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> StreamStep:
+    def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> MiniBatch:
         looks = history.look_at_elements and len(given_inputs.samples) > 1
         inputs, seed = self.engine.own_inputs(given_inputs), mix_seed(self.seed, self._order.admitted)
         losses = self.engine.losses_of(given_inputs, self.loss, is_verified)
-        return StreamStep(inputs, self.engine.model, seed, losses=losses, look_at_elements=looks, **more)
+        return MiniBatch(inputs, self.engine.model, seed, losses=losses, look_at_elements=looks, **more)
 
     def _queue(self, rows: Rows) -> None:
-        self.engine.executor.start(self, rows)
+        self.engine.executor.start(self.run, rows)
 
     def drain(self) -> None:
         """Queues the remaining actions of the mini-batches in flight, so that all of them end."""
@@ -291,7 +328,7 @@ class Stream(ActionPerformer):
 
     def wait_for_all(self) -> None:
         """Waits for all admitted mini-batches, after a drain."""
-        for one in self._steps.values():
+        for one in self.run.mini_batches.values():
             self.engine.executor.wait(one.ended)
         self._raise_failure()
 
@@ -309,129 +346,42 @@ class Stream(ActionPerformer):
     def collect(self) -> torch.Tensor:
         """Waits until all stages are updated with the oldest mini-batch in flight; returns its loss."""
         t = self._collected
-        one = self._steps[t]
+        admitted = self.end.admitted[t]
+        one = admitted.mini_batch
         self.engine.executor.wait(one.ended)
         self._raise_failure()
-        loss = self._checked_loss(one)
+        loss = self.end.checked_loss(admitted)
         if one.loss is not None:
             one.loss.add_up_replicas()
-        self.engine.add_gradients(one, one.overlap)
+        self.engine.add_gradients(one, admitted.updates)
         self.optimizer.count_step()
         self._collected += 1
-        del self._steps[t]
-        self._record(t, one)
+        self._record(t, admitted)
+        del self.end.admitted[t]
+        self.run.remove(t, self._order.micro_batches_of(t))
         return loss
 
-    def _checked_loss(self, one: StreamStep) -> torch.Tensor:
-        assert one.loss is not None
-        loss = one.loss.losses.total()
-        evidence, _ = one.loss.evidence(one.history, one.is_verified, False, one.log)
-        LossVerdict([[evidence]]).check(one.history, one.micro_batches)
-        one.is_verified = evidence.is_proved
-        return loss
-
-    def _at(self, action: Action) -> tuple[StreamStep, Action]:
-        """Returns the mini-batch of an action, and the action within the mini-batch."""
-        kind, j, i = action
-        t, k = self._order.place(i)
-        return self._steps[t], Action(kind, j, k)
-
-    def wait(self, action: Action) -> None:
-        one, own = self._at(action)
-        one.wait(own)
-        self._wait_behind(self._order.awaited(action, self._in_order))
-
-    def _wait_behind(self, actions: Iterable[Action]) -> None:
-        """Returns when these actions have passed, in the mini-batches that are still in flight."""
-        for action in actions:
-            t, k = self._order.place(action.micro_batch)
-            one = self._steps.get(t)
-            if one is not None:
-                one.fences.wait_behind(action._replace(micro_batch=k))
-
-    def pass_on(self, action: Action) -> None:
-        t, k = self._order.place(action.micro_batch)
-        one = self._steps.get(t)
-        if one is None:
-            return
-        one.pass_on(Action(action.kind, action.stage, k))
-        if action.kind is ActionKind.UPDATE:
-            for each in self._round(action.stage, t):
-                each.left.discard(action.stage)
-                if not each.left:
-                    each.ended.set()
-
-    def _round(self, j: int, t: int) -> list[StreamStep]:
-        """Returns the mini-batches that make one update of a stage together with mini-batch t."""
-        return [self._steps[each] for each in self._order.round_of(j, t)]
-
-    def open_all(self) -> None:
-        for one in list(self._steps.values()):
-            one.open_all()
-            one.ended.set()
-
-    def note_of_failure(self, action: Action, error: BaseException) -> str:
-        one, own = self._at(action)
-        t, _ = self._order.place(action.micro_batch)
-        is_in_stage = own.kind is not ActionKind.UPDATE and one.has_open(own)
-        note = one.note_of_failure(own, error) if is_in_stage else super().note_of_failure(own, error)
-        return f"{note}; of mini-batch {t} of the stream"
-
-    def forward(self, j: int, i: int) -> None:
-        t, k = self._order.place(i)
-        one = self._steps[t]
-        if k < self._order.replicas[j]:
-            one.open_stage(j, k, self.weights[j].at(self._order.version(j, t)))
-        one.forward(j, k)
-        if k == one.micro_batches - 1:
-            with self.transport.at_all(self.devices[j]) if self.has_replicas else nullcontext():
-                one.commit_buffers_of(j)
-
-    def recompute(self, j: int, i: int) -> None:
-        t, k = self._order.place(i)
-        self._steps[t].recompute(j, k)
-
-    def backward(self, j: int, i: int) -> None:
-        t, k = self._order.place(i)
-        self._steps[t].backward(j, k)
-
-    def update(self, j: int, i: int) -> None:
-        t, _ = self._order.place(i)
-        together, weights = self._round(j, t), self.weights[j]
-        for one in together:
-            one.close_stage(j)
-        *others, last = together
-        with self.transport.at_all(self.devices[j]):
-            weights.begin_update(self._order.version(j, t + 1))
-            for one in others:
-                one.overlap.begun.append(j)
-            self._update_stage(together, j, last.overlap)
-            weights.end_update()
-        self._applied[j] = t + 1
-
-    def _update_stage(self, steps: Sequence[Step], j: int, updates: OverlappedUpdates) -> None:
-        self.engine.update_stage(steps, j, updates)
-
-    def end(self) -> None:
+    def close(self) -> None:
         """Waits for all mini-batches in flight, without returning their losses."""
         self.drain()
         while self.in_flight:
             self.collect()
-        self.engine.executor.finish(self)
+        self.engine.executor.finish(self.run)
         self._close()
 
     def abort(self, error: BaseException) -> None:
         """Drops the mini-batches in flight after an exception, and adds the number of updates to it."""
-        self.fail(error)
+        self.run.fail(error)
         try:
-            self.engine.executor.finish(self)
+            self.engine.executor.finish(self.run)
         except BaseException as other:
             if other is not error and not isinstance(other, Exception):
                 raise  # another interrupt
         finally:
-            for one in self._steps.values():
+            for one in self.run.mini_batches.values():
                 one.transport.settle()
-            self._steps.clear()
+            self.run.mini_batches.clear()
+            self.end.admitted.clear()
             self._close()
         self.note_applied(error)
 
@@ -450,16 +400,15 @@ class Stream(ActionPerformer):
             self.engine.take_notes(self._notes())
 
     def _raise_failure(self) -> None:
-        failure = self.failure
-        if failure is not None:
-            raise failure
+        if self.run.failure is not None:
+            raise self.run.failure
 
-    def _record(self, t: int, step: StreamStep) -> None:
-        """Keeps the notes of the last mini-batches, but not their steps, which hold tensors."""
-        log, first = self.log, self._order.first_micro_batch(t)
-        log.losses.update({first + k: marks for k, marks in step.log.losses.items()})
-        moved = [(name, source, user, first + k, size) for name, source, user, k, size in step.exchange.moved]
-        self._recent.append((step.bound, range(first, first + step.micro_batches), step.log.begun[0], moved))
+    def _record(self, t: int, admitted: Admitted) -> None:
+        """Keeps the notes of the last mini-batches, without their tensors."""
+        log, numbers = self.run.log, self._order.micro_batches_of(t)
+        exchange = admitted.mini_batch.exchange
+        moved = [(name, source, user, numbers[k], size) for name, source, user, k, size in exchange.moved]
+        self._recent.append((admitted.bound, numbers, admitted.begun, moved))
         if len(self._recent) > RECORDED_MINI_BATCHES:
             _, old, *_ = self._recent.popleft()
             for kind, j, i in itertools.product(ActionKind, range(self._order.stages), old):
@@ -471,7 +420,7 @@ class Stream(ActionPerformer):
         """Returns the notes of the last mini-batches as the notes of one step, with consecutive micro-batches."""
         # Numbers start at the smallest one that keeps every micro-batch on its replica.
         bound, numbers, begun, _ = self._recent[0]
-        every, replicas = self.log, self._order.replicas
+        every, replicas = self.run.log, self._order.replicas
         known = dict(every.times)  # after an interrupt, workers may still add to it
         own = range(numbers.start, self._recent[-1][1].stop)
         shift = numbers.start % math.lcm(*replicas) - numbers.start

@@ -10,8 +10,7 @@ previous user, and from the first user to the maker. So autograd computes every 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.rewriting.program import (
@@ -23,7 +22,7 @@ from fxpipe.rewriting.program import (
     received_results,
     value_users,
 )
-from fxpipe.scheduling.actions import Action, ActionKind
+from fxpipe.scheduling.actions import ActionKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,57 +89,3 @@ def fences_of(wirings: Sequence[Wiring]) -> Mapping[Fence, tuple[Fence, ...]]:
         return tables[0]
     keys = dict.fromkeys(key for table in tables for key in table)
     return {key: tuple(dict.fromkeys(fence for table in tables for fence in table.get(key, ()))) for key in keys}
-
-
-# Most fences are open when a worker reaches them. So passed actions are recorded in a set, and only a worker that has
-# to wait creates an event. No opening is missed: the passing worker records the action first and then looks for an
-# event, the waiting worker adds an event first and then looks at the record.
-
-_ActionKey = tuple[ActionKind, int, int]  # has the form of an action
-
-
-class Fences:
-    """The fences of one step, one for each action that others wait for. An open fence stays open."""
-
-    def __init__(
-        self,
-        before: Mapping[Fence, tuple[Fence, ...]],
-        in_order: Collection[int] = (),  # stages whose F waits for F of the previous micro-batch, on another device
-        last_forward: Action | None = None,  # after it the only loss of all micro-batches; all B wait for it
-    ):
-        self._before, self._in_order = before, in_order
-        self._before_backward = () if last_forward is None else (last_forward,)
-        self.before_updates: Mapping[int, Sequence[Action]] = {}  # by stage, the actions that U waits for
-        self._passed: set[_ActionKey] = set()
-        self._events: dict[_ActionKey, threading.Event] = {}
-        self._all_open = False
-
-    def wait(self, action: Action) -> None:
-        kind, stage, i = action
-        if kind is ActionKind.UPDATE:
-            keys: list[_ActionKey] = [*self.before_updates.get(stage, ())]
-        else:
-            keys = [(*fence, i) for fence in self._before.get((kind, stage), ())]
-        if i and kind is ActionKind.FORWARD and stage in self._in_order:
-            keys.append((kind, stage, i - 1))
-        if kind is ActionKind.BACKWARD:
-            keys += self._before_backward
-        for key in keys:
-            self.wait_behind(key)
-
-    def wait_behind(self, key: _ActionKey) -> None:
-        if key not in self._passed:
-            event = self._events.setdefault(key, threading.Event())
-            if key not in self._passed and not self._all_open:
-                event.wait()
-
-    def pass_on(self, action: Action) -> None:
-        self._passed.add(action)
-        event = self._events.get(action)
-        if event is not None:
-            event.set()
-
-    def open_all(self) -> None:
-        self._all_open = True
-        for event in list(self._events.values()):
-            event.set()

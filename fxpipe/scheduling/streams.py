@@ -239,8 +239,8 @@ class StreamSchedule:
         t = bisect_right(self._ends, micro_batch) - 1
         return t, micro_batch - self._ends[t]
 
-    def size(self, mini_batch: int) -> int:
-        return self._ends[mini_batch + 1] - self._ends[mini_batch]
+    def micro_batches_of(self, mini_batch: int) -> range:
+        return range(*self._ends[mini_batch : mini_batch + 2])
 
     def version(self, stage: int, mini_batch: int) -> int:
         """Returns the version that a mini-batch, or the next to be admitted, uses at a stage."""
@@ -304,7 +304,7 @@ class StreamSchedule:
                 self._forward[j] += 1
             elif is_full or (is_last and in_flight):
                 t, k = self.place(next_back)
-                if Action(ActionKind.RECOMPUTE, j, k) in self.recomputed(self.size(t)):
+                if Action(ActionKind.RECOMPUTE, j, k) in self.recomputed(len(self.micro_batches_of(t))):
                     actions.append(Action(ActionKind.RECOMPUTE, j, next_back))
                 actions.append(Action(ActionKind.BACKWARD, j, next_back))
                 self._back[j] += 1
@@ -326,6 +326,3 @@ class StreamSchedule:
         return frozenset(
             Action(ActionKind.RECOMPUTE, j, k) for j, mode in enumerate(self.modes) for k in range(counts[mode])
         )
-
-    def first_micro_batch(self, mini_batch: int) -> int:
-        return self._ends[mini_batch]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.mini_batch import MiniBatch
 
 ONE, MIXED, TWO = on_accelerators("0 0", "one"), on_accelerators("cpu 0", "mixed"), on_accelerators("0 1", "two")
 BATCH, CHUNKS = 6, 3
@@ -118,14 +118,14 @@ CYCLES = 20_000_000  # of a GPU that is kept busy: 10 ms, in which the host is f
 def busy(monkeypatch):
     """Each F and B begins late on its device: who does not wait for it, reads what is not there yet."""
     for name in ("forward", "backward"):
-        action = getattr(Step, name)
+        action = getattr(MiniBatch, name)
 
         def late(self, j, i, action=action):
             if self.devices[j].type != "cpu":
                 MODULE._sleep(CYCLES)
             action(self, j, i)
 
-        monkeypatch.setattr(Step, name, late)
+        monkeypatch.setattr(MiniBatch, name, late)
 
 
 def _unet():

@@ -27,7 +27,7 @@ def simulate() -> None:
     """Makes this process one with simulated accelerators, for good."""
     from simulated import build, device_module, host_order
 
-    from fxpipe.runtime.wiring import Fences
+    from fxpipe.runtime.run import Fences
 
     _session.is_simulated = True
     try:

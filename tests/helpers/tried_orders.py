@@ -11,10 +11,8 @@ from unittest import mock
 import torch
 
 from fxpipe.errors import InternalError
-from fxpipe.runtime.executors import ActionPerformer, ThreadedExecutor, raise_failure
-from fxpipe.runtime.step import Step
-from fxpipe.runtime.stream import Stream
-from fxpipe.runtime.wiring import Fences
+from fxpipe.runtime.executors import ThreadedExecutor
+from fxpipe.runtime.run import Fences, Run
 from fxpipe.scheduling.actions import Action, Rows
 
 
@@ -36,13 +34,11 @@ def ends_without_waiting(function: Callable[..., None], *args: Any) -> bool:
     return True
 
 
-def _wait(step: ActionPerformer, action: Action) -> None:
-    step.wait(action)
-    if isinstance(step, Stream):
-        one, action = step._at(action)
-        one.wait_before_loss(action)
-    elif isinstance(step, Step):
-        step.wait_before_loss(action)
+def _wait(run: Run, action: Action) -> None:
+    run.link.wait(run, action)
+    one = run.mini_batches.get(run.order.place(action.micro_batch)[0])
+    for needed in () if one is None else run._before_loss(one, action):
+        run.link.wait_behind(needed)
 
 
 class InterleavedExecutor:
@@ -53,27 +49,27 @@ class InterleavedExecutor:
     def __init__(self, seed: int):
         self._random = random.Random(seed)
 
-    def run(self, step: ActionPerformer, rows: Rows) -> None:
-        self.start(step, rows)
-        self.finish(step)
+    def run(self, run: Run, rows: Rows) -> None:
+        self.start(run, rows)
+        self.finish(run)
 
-    def start(self, step: ActionPerformer, rows: Rows) -> None:
-        with step.in_row():
-            self._run(step, rows)
+    def start(self, run: Run, rows: Rows) -> None:
+        with run.in_row():
+            self._run(run, rows)
 
     def wait(self, event: threading.Event) -> None: ...
 
-    def finish(self, step: ActionPerformer) -> None:
-        raise_failure(step)
+    def finish(self, run: Run) -> None:
+        run.raise_failure()
 
-    def _run(self, step: ActionPerformer, rows: Rows) -> None:
+    def _run(self, run: Run, rows: Rows) -> None:
         waiting = [deque(row) for row in rows if row]
-        while waiting and step.failure is None:
-            ready = [row for row in waiting if ends_without_waiting(_wait, step, row[0])]
+        while waiting and run.failure is None:
+            ready = [row for row in waiting if ends_without_waiting(_wait, run, row[0])]
             if not ready:
-                step.fail(InternalError(f"no action is ready: {[str(row[0]) for row in waiting]}"))
+                run.fail(InternalError(f"no action is ready: {[str(row[0]) for row in waiting]}"))
                 break
-            step.perform(self._random.choice(ready).popleft())
+            run.perform(self._random.choice(ready).popleft())
             waiting = [row for row in waiting if row]
 
     def close(self) -> None:
@@ -87,13 +83,13 @@ class JitteredExecutor(ThreadedExecutor):
         super().__init__(devices)
         self._random = random.Random(seed)
 
-    def _put(self, step: ActionPerformer, rows: Rows) -> None:
-        if "wait" not in vars(step):
-            wait = step.wait
+    def _put(self, run: Run, rows: Rows) -> None:
+        if "perform" not in vars(run):
+            perform = run.perform
 
-            def wait_longer(action: Action) -> None:
-                wait(action)
+            def perform_later(action: Action) -> None:
                 time.sleep(self._random.random() * 2e-3)
+                perform(action)
 
-            step.wait = wait_longer  # type: ignore[method-assign]
-        super()._put(step, rows)
+            run.perform = perform_later  # type: ignore[method-assign]
+        super()._put(run, rows)

@@ -17,7 +17,7 @@ import fxpipe
 from fxpipe.optim import StageOptimizer
 from fxpipe.runtime import engine, transport
 from fxpipe.runtime.exchange import Exchange
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.mini_batch import MiniBatch
 from fxpipe.runtime.stream import StageWeights
 from fxpipe.runtime.transport import Transport
 from fxpipe.utils import accelerator
@@ -304,7 +304,7 @@ FAULTS = {
     ),
     "a gradient of another stage is summed before it has come": (
         (
-            Step,
+            MiniBatch,
             "parameter_gradient",
             "self.transport.bring(gradient, home)",
             "(gradient if gradient.device == home else (lambda sent: sent.form.unpack(sent.memory))("

@@ -10,6 +10,8 @@ from helpers.models import GPT
 from torch import nn
 
 import fxpipe
+from fxpipe.runtime import run
+from fxpipe.utils import accelerator
 
 pytestmark = pytest.mark.simulated
 TOKENS, WIDTH, LENGTH, BATCH, CHUNKS = 17, 8, 5, 6, 3
@@ -172,3 +174,18 @@ def test_large_gradients_of_a_micro_batch_are_added_one_by_one():
         for have, parameter in zip(pipe.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(have.grad.cpu(), parameter.grad)
     assert taken < 1.6 * gradients  # their sums, the old and the new sum of one weight and its gradient
+
+
+def test_the_host_stays_near_the_devices(monkeypatch):
+    """Before it queues an action it has waited for the fifth last one: what is on its way takes no more memory."""
+    marks, waited, mark, wait = [], [], run.mark_time, accelerator.wait_on_host
+    monkeypatch.setattr(run, "mark_time", lambda stream: marks.append(mark(stream)) or marks[-1])
+    monkeypatch.setattr(accelerator, "wait_on_host", lambda event, *rest: waited.append(event) or wait(event, *rest))
+    tokens, target = batches(1)[0]
+    with fxpipe.pipeline(language(2), TWO, BATCH, example_args=(tokens,), checkpoint="never") as pipe:
+        pipe.forward_backward(tokens, target=target, loss_fn=loss_of)
+        marks.clear()
+        waited.clear()
+        pipe.forward_backward(tokens, target=target, loss_fn=loss_of)
+    ends = {id(event) for event in marks}
+    assert sum(id(event) in ends for event in waited) == 2 * (2 * BATCH - run.HOST_AHEAD)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fxpipe.planning.plans import Plan
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.run import Run
 from fxpipe.scheduling import Action, ActionKind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
 
@@ -25,19 +25,19 @@ Work = dict[tuple[ActionKind, int], list[float]]  # by kind and stage: seconds o
 @contextmanager
 def noted(work: Work) -> Iterator[None]:
     """Steps in this block, of any pipe, leave in `work` what each of their actions has taken."""
-    perform = Step.perform
+    perform = Run.perform
 
-    def timed(step: Step, action: Action) -> Any:
+    def timed(run: Run, action: Action) -> Any:
         begin = time.thread_time()
-        result = perform(step, action)
+        result = perform(run, action)
         work.setdefault((action.kind, action.stage), []).append(time.thread_time() - begin)
         return result
 
-    Step.perform = timed  # type: ignore[method-assign]
+    Run.perform = timed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Step.perform = perform  # type: ignore[method-assign]
+        Run.perform = perform  # type: ignore[method-assign]
 
 
 def undisturbed(plan: Plan, work: Mapping[tuple[ActionKind, int], Sequence[float]]) -> float:

@@ -17,14 +17,14 @@ from fxpipe._torch.process_groups import ProcessGroupGloo
 from fxpipe.distributed import replicas
 from fxpipe.distributed.replicas import GradientReduction, Replicas, buckets_of
 from fxpipe.errors import DistributedError, InternalError
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.run import Run
 
 
 def watch_reduction(mesh, schedule):
     """The actions of a rank in the third step, and the gradients that the reducer is given."""
     torch.manual_seed(0)
     events, mesh = [], square_mesh()
-    perform, give = Step.perform, GradientReduction.give
+    perform, give = Run.perform, GradientReduction.give
 
     def noted(step, action):
         events.append(("begin", str(action)))
@@ -36,7 +36,7 @@ def watch_reduction(mesh, schedule):
         give(reduction, key, gradient)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Step, "perform", noted)
+        patch.setattr(Run, "perform", noted)
         patch.setattr(GradientReduction, "give", noted_gradient)
         x = torch.randn(8, 4)
         balance = DENSE_CUTS[4 if schedule == "interleaved_1f1b" else 2]

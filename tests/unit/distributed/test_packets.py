@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.torch_tables import V_SHAPED, torch_table
 
-from fxpipe.distributed.packets import Mailbox, PacketLink, PacketValue, decode, encode, payload_bytes
+from fxpipe.distributed.packets import Mailbox, PacketLink, PacketValue, decode, encode, neighbour, payload_bytes
 from fxpipe.errors import InternalError
 from fxpipe.scheduling import SCHEDULES, Action, ActionKind, Schedule, make_schedule
 
@@ -228,7 +228,7 @@ def run(schedule):
     placement = tuple(schedule.row_of[j, 0] for j in range(schedule.stages))
     wire = Messages()
     ranks = range(len(schedule.rows))
-    links = [PacketLink(WireMailbox(wire, rank), placement, ("step",)) for rank in ranks]
+    links = [PacketLink(None, WireMailbox(wire, rank), placement, ("step",)) for rank in ranks]
     for rank, link in enumerate(links):
         link.queue(schedule.rows, rank)
     rows = [[*row] for row in schedule.rows]
@@ -236,13 +236,13 @@ def run(schedule):
         before = sum(map(len, rows))
         for link, row in zip(links, rows, strict=True):
             while row:
-                maker = link.maker_before(row[0])
+                maker = neighbour(row[0], -1, placement)
                 if maker is not None:
                     if not link.mailbox.has_come(link._address(maker)[0], placement[maker.stage]):
                         break
                     link.receive(maker)
                 action = row.pop(0)
-                if link.is_sent(action):
+                if neighbour(action, 1, placement) is not None:
                     link.send(action, [])
         assert sum(map(len, rows)) < before, rows
     for pair, sent in wire.sent.items():
@@ -285,7 +285,7 @@ def make_table(text):
 def test_a_rank_begins_to_receive_one_packet_ahead():
     rows, placement = make_schedule("gpipe", 2, 4).rows, (0, 1)
     wire = Messages()
-    link = PacketLink(WireMailbox(wire, 1), placement, ())
+    link = PacketLink(None, WireMailbox(wire, 1), placement, ())
     link.queue(rows, 1)
     first = Action(ActionKind.FORWARD, 0, 0)
     assert len(wire.expected[0, 1]) == 1

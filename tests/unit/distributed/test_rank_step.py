@@ -11,8 +11,9 @@ from fxpipe.distributed import rank_engine
 from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.packets import PacketLink
 from fxpipe.distributed.rank_engine import RankEngine
-from fxpipe.distributed.rank_step import RankStep, _last_backwards
+from fxpipe.distributed.rank_exchange import _last_backwards
 from fxpipe.errors import DistributedError
+from fxpipe.runtime.run import Run
 from fxpipe.scheduling import Action, ActionKind
 
 KINDS = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -40,9 +41,9 @@ def packets_on_their_way(mesh):
 
 def order_of_recomputation(mesh):
     """The actions of this rank, and the packets that it waits for, in order."""
-    events, receive, perform = [], PacketLink.receive, RankStep.perform
+    events, receive, perform = [], PacketLink.receive, Run.perform
     PacketLink.receive = lambda link, maker: events.append(f"{maker} comes") or receive(link, maker)
-    RankStep.perform = lambda step, action: events.append(str(action)) or perform(step, action)
+    Run.perform = lambda step, action: events.append(str(action)) or perform(step, action)
     try:
         x = torch.randn(2, 4)
         pipe = fxpipe.pipeline(
@@ -50,7 +51,7 @@ def order_of_recomputation(mesh):
         )
         pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
     finally:
-        PacketLink.receive, RankStep.perform = receive, perform
+        PacketLink.receive, Run.perform = receive, perform
     return events
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxpipe
 from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.runtime.exchange import Exchange
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.run import Run
 from fxpipe.scheduling.actions import Action, ActionKind
 
 
@@ -90,7 +90,7 @@ def test_each_value_crosses_once_for_a_micro_batch_and_user(monkeypatch, schedul
 
 def watch(monkeypatch):
     crossed, gone = {}, {}
-    take, perform = Exchange.take, Step.perform
+    take, perform = Exchange.take, Run.perform
 
     def watched_take(self, user, link, i):
         value = take(self, user, link, i)
@@ -103,7 +103,7 @@ def watch(monkeypatch):
         gone[action] = {key for key, storage in crossed.items() if storage.expired()}
 
     monkeypatch.setattr(Exchange, "take", watched_take)
-    monkeypatch.setattr(Step, "perform", watched_perform)
+    monkeypatch.setattr(Run, "perform", watched_perform)
     return crossed, gone
 
 

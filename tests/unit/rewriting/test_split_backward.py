@@ -26,7 +26,7 @@ from fxpipe.rewriting.split_backward import (
     split_node,
     split_stage_backward,
 )
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.run import Run
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 
@@ -432,13 +432,13 @@ def test_frozen_after_planning():
 def _counted(every, starts, monkeypatch):
     """What each kind of action has run, in one micro-batch."""
     counts = {kind: Counter() for kind in ActionKind}
-    perform = Step.perform
+    perform = Run.perform
 
     def counting(step, action):
         with Ops(counts[action.kind]):
             perform(step, action)
 
-    monkeypatch.setattr(Step, "perform", counting)
+    monkeypatch.setattr(Run, "perform", counting)
     every._have(every.program(starts), 1, "1f1b", "never", 0)
     monkeypatch.undo()
     return counts
@@ -465,12 +465,12 @@ def test_w_carries_the_weights(monkeypatch):
 
 def test_nothing_is_left_of_a_step(monkeypatch):
     """No tape outlives its W, and none is made by a forward that will be run again."""
-    steps, tapes = [], []
+    runs, tapes = [], []
 
     class Watching(InterleavedExecutor):
-        def run(self, step, rows):
-            steps.append(step)
-            super().run(step, rows)
+        def run(self, run, rows):
+            runs.append(run)
+            super().run(run, rows)
 
     def made(**options):
         tapes.append(WeightGradientTape(**options))
@@ -482,8 +482,9 @@ def test_nothing_is_left_of_a_step(monkeypatch):
     with fxpipe.pipeline(case.make(), ["cpu"] * 3, 3, example_args=(ids,), **options) as pipe:
         pipe._fxpipe.engine.executor = Watching(0)
         pipe.forward_backward(ids, loss_fn=loss_of)
-    (step,) = steps
-    assert (step.tapes, step.pending, step.saved) == ({}, {}, {})
+    (run,) = runs
+    one = run.mini_batches[0]
+    assert (one.tapes, one.pending, one.saved) == ({}, {}, {})
     assert len(tapes) == 3 * 3
     assert all((tape.uses, tape.edges, tape.gradients) == ([], [], []) for tape in tapes)
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxpipe
 from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.runtime.exchange import Exchange
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.run import Run
 from fxpipe.scheduling.actions import Action, ActionKind
 
 STAGES, CHUNKS = 3, 5
@@ -40,7 +40,7 @@ class Unsaved(Layered, weights=lambda: nn.ParameterList(nn.Parameter(torch.randn
 def watched(monkeypatch):
     """By user, name and micro-batch the storages that crossed; by action how many of a stage's are alive behind it."""
     crossed, alive = {}, {}
-    take, perform = Exchange.take, Step.perform
+    take, perform = Exchange.take, Run.perform
 
     def watched_take(self, user, link, i):
         value = take(self, user, link, i)
@@ -54,12 +54,12 @@ def watched(monkeypatch):
         for (user, _, i), storage in crossed.items():
             if not storage.expired():
                 now[user].add(i)
-        for j, i in self.pending:
+        for j, i in self.mini_batches[0].pending:
             now["graphs", j].add(i)
         alive[action] = now
 
     monkeypatch.setattr(Exchange, "take", watched_take)
-    monkeypatch.setattr(Step, "perform", watched_perform)
+    monkeypatch.setattr(Run, "perform", watched_perform)
     return crossed, alive
 
 

@@ -5,7 +5,7 @@ from helpers.paths import ROOT, module_at
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.run import Run
 from fxpipe.scheduling import ActionKind
 
 processor_time = module_at(ROOT / "tools" / "bench" / "processor_time.py")
@@ -26,11 +26,11 @@ def planned() -> fxpipe.Plan:
 
 def test_the_work_of_every_action_is_noted_and_steps_are_as_before_afterwards() -> None:
     work: dict[tuple[ActionKind, int], list[float]] = {}
-    perform, x = Step.perform, rows()
+    perform, x = Run.perform, rows()
     with fxpipe.pipeline(model(), ["cpu"] * 2, CHUNKS, example_args=(x,), profile_budget=0.1) as pipe:
         with processor_time.noted(work):
             pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
-        assert Step.perform is perform
+        assert Run.perform is perform
         pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
     assert {action: len(seconds) for action, seconds in work.items()} == {
         (kind, stage): CHUNKS for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in range(2)

@@ -17,7 +17,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import InternalError
 from fxpipe.runtime.executors import InlineExecutor, ThreadedExecutor, executor_for, run_row
-from fxpipe.runtime.wiring import Fences
+from fxpipe.runtime.run import Fences, Run
 from fxpipe.scheduling import dependencies, make_schedule
 from fxpipe.scheduling.actions import Action, ActionKind
 
@@ -67,19 +67,21 @@ def test_autocast_under_every_executor():
         sys.setswitchinterval(usual)
 
 
-# -- with a step that only counts ------------------------------------------------------------------------------------
+# -- with a run that only counts ------------------------------------------------------------------------------------
 
 
 class Counted:
-    """As much of a step as a executor sees."""
+    """As much of a run, and of its link, as an executor sees."""
+
+    raise_failure = Run.raise_failure
 
     def __init__(self, schedule, slow=0.0, fail_at=None):
         self.failure, self.done, self.slow, self.fail_at = None, [], slow, fail_at
         actions = [a for row in schedule.rows for a in row]
         self.needs = {a: [b for b in dependencies(a, schedule.stages) if b in actions] for a in actions}
-        self.fences = Fences({})
+        self.fences, self.link = Fences(), self
 
-    def wait(self, action):
+    def wait(self, run, action):
         for needed in self.needs[action]:
             self.fences.wait_behind(needed)
 
@@ -96,7 +98,7 @@ class Counted:
             self.fail(RuntimeError(str(action)))
             return
         self.done.append(action)
-        self.fences.pass_on(action)
+        self.fences.passed(self, action)
 
 
 def _counted(**options):
@@ -112,7 +114,7 @@ def assert_runs(workers):
 
 def test_a_failure_outside_of_an_action_opens_the_fences_too():
     step, rows = _counted()
-    wait, step.wait = step.wait, lambda action: 1 / 0
+    wait, step.wait = step.wait, lambda run, action: 1 / 0
     run_row(step, rows[0][:1])
     assert isinstance(step.failure, ZeroDivisionError)
     step.wait = wait

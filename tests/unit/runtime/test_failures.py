@@ -18,7 +18,7 @@ from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.run import Run
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import ActionKind
 
@@ -237,7 +237,7 @@ def test_the_first_of_several_failures_arrives():
                 raise first
             if (kind, stage, micro_batch) == (ActionKind.FORWARD, 1, 0):
                 has_begun.set()
-                step = pipe._fxpipe.engine.executor._step
+                step = pipe._fxpipe.engine.executor._run
                 while step.failure is None:
                     time.sleep(0.005)
                 raise second
@@ -390,7 +390,7 @@ def test_an_error_of_a_builtin_names_its_node(capfd):
 
 
 def test_a_note_that_fails_hides_no_failure(monkeypatch):
-    monkeypatch.setattr(Step, "note_of_failure", lambda *_: 1 / 0)
+    monkeypatch.setattr(Run, "_note_of_failure", lambda *_: 1 / 0)
     with _make(Model()) as pipe:
         Bomb.arm(((ActionKind.FORWARD, 1, 1), Boom()))
         with pytest.raises(Boom):

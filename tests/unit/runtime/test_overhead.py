@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.run import Run
 from fxpipe.scheduling.actions import ActionKind
 
 STAGES, CHUNKS = 3, 8
@@ -42,7 +42,7 @@ def pipe():
 def test_calls_of_an_action(pipe, monkeypatch):
     """Functions that Python calls, builtins and the model's own among them."""
     found = defaultdict(int)
-    perform = Step.perform
+    perform = Run.perform
 
     def counted(self, action):
         def note(frame, event, arg):
@@ -54,7 +54,7 @@ def test_calls_of_an_action(pipe, monkeypatch):
         finally:
             sys.setprofile(None)
 
-    monkeypatch.setattr(Step, "perform", counted)
+    monkeypatch.setattr(Run, "perform", counted)
     pipe.forward_backward(torch.randn(CHUNKS, 4), loss_fn=_mean)
     most = defaultdict(int)
     for action, count in found.items():

@@ -11,7 +11,8 @@ from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.wiring import Fences, Wiring, fences_of
+from fxpipe.runtime.run import Fences
+from fxpipe.runtime.wiring import Wiring, fences_of
 from fxpipe.scheduling.actions import Action, ActionKind
 
 
@@ -51,18 +52,15 @@ def test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made(sch
             torch.testing.assert_close(found[name], gradient)
 
 
-def _fences():
-    return Fences(
-        {(ActionKind.FORWARD, 1): ((ActionKind.FORWARD, 0),), (ActionKind.BACKWARD, 0): ((ActionKind.BACKWARD, 1),)}
-    )
+MADE = Action(ActionKind.FORWARD, 0, 2)
 
 
-@pytest.mark.parametrize("opens", [lambda f: f.pass_on(Action(ActionKind.FORWARD, 0, 2)), lambda f: f.open_all()])
+@pytest.mark.parametrize("opens", [lambda f: f.passed(None, MADE), lambda f: f.open_all()])
 def test_who_waits_goes_on_when_it_opens(opens):
-    fences, passed = _fences(), threading.Event()
+    fences, passed = Fences(), threading.Event()
 
     def wait():
-        fences.wait(Action(ActionKind.FORWARD, 1, 2))
+        fences.wait_behind(MADE)
         passed.set()
 
     thread = threading.Thread(target=wait)
@@ -71,7 +69,19 @@ def test_who_waits_goes_on_when_it_opens(opens):
     opens(fences)
     assert passed.wait(10)
     thread.join(10)
-    fences.wait(Action(ActionKind.FORWARD, 1, 2))  # for good
+    fences.wait_behind(MADE)  # for good
+
+
+def test_nobody_waits_for_actions_of_mini_batches_that_have_ended():
+    fences = Fences()
+    for action in (MADE, MADE._replace(micro_batch=3)):
+        fences.passed(None, action)
+    fences.forget(1, range(3))
+    thread = threading.Thread(target=fences.wait_behind, args=(MADE,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert fences._passed == {MADE._replace(micro_batch=3)}
 
 
 def test_micro_batches_of_several_programs_wait_for_what_any_of_them_receives():

@@ -123,7 +123,7 @@ def test_rows_of_replicas_run_and_every_forward_finds_its_version(policy):
             if kind is ActionKind.UPDATE:
                 together = order.round_of(j, t)
                 assert t == together[-1]
-                first, end = order.first_micro_batch(together[0]), i + 1
+                first, end = order.micro_batches_of(together[0]).start, i + 1
                 assert all(Action(ActionKind.BACKWARD, j, h) in done for h in range(first, end))
                 newest = max(held[j]) + 1
                 held[j] = {version for version in held[j] if version >= order.version(j, t + 1)} | {newest}

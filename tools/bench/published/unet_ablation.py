@@ -112,7 +112,7 @@ def in_effect(switches: Switches) -> AbstractContextManager[ExitStack]:
         if not switches.streams:
             stack.enter_context(patch("fxpipe.runtime.transport.copy_streams", compute_streams))
         if not switches.portals:
-            stack.enter_context(patch("fxpipe.runtime.step.Exchange", RelayingExchange))
+            stack.enter_context(patch("fxpipe.runtime.mini_batch.Exchange", RelayingExchange))
         return stack.pop_all()
 
 

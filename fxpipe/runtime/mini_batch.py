@@ -12,7 +12,9 @@ their last reader: `saved` from F to R, `pending` from F or R to B, `tapes` from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,18 +24,15 @@ from torch import nn
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors
 from fxpipe.rewriting.program import WeightGradientTape, stage_context
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
-from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
-from fxpipe.runtime.executors import ActionPerformer
 from fxpipe.runtime.loss_checks import LossWeightingCheck
 from fxpipe.runtime.loss_stage import LossStage, MiniBatchLossStage
 from fxpipe.runtime.losses import MicroBatchLosses
 from fxpipe.runtime.stage_instance import BackwardHandle, StageInstance, StageResult, StageTotals
 from fxpipe.runtime.step_inputs import StepInputs, check_programs_fit
-from fxpipe.runtime.step_record import mark_time
 from fxpipe.runtime.transport import Transport
-from fxpipe.runtime.wiring import Fences, fences_of
+from fxpipe.runtime.wiring import fences_of
 from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.accelerator import mix_seed
@@ -48,8 +47,11 @@ class RecomputeInputs(NamedTuple):
     versions: list[int]  # versions of model tensors and received values, after F
 
 
-class Step(ActionPerformer):
-    samples: int | None = None  # in the mini-batch; None if unknown
+class MiniBatch:
+    """The stages, values and gradients of one mini-batch: what each action computes. A `Run` says when."""
+
+    samples: int | None = None  # None if unknown
+    report: Any = None  # over processes: what the rank of the last stage reports of the loss to the others
 
     def __init__(
         self,
@@ -57,7 +59,6 @@ class Step(ActionPerformer):
         model: nn.Module,
         seed: int,
         recomputed: frozenset[Action],
-        ambient: CallerContext,
         losses: MicroBatchLosses | None = None,
         keep_outputs: bool = False,
         split: frozenset[tuple[int, int]] = frozenset(),  # (stage, micro-batch) pairs with W
@@ -66,6 +67,7 @@ class Step(ActionPerformer):
         first_micro_batch: int = 0,  # its number, a seed of random numbers
         exchange: Callable[[StepInputs, Transport, bool, bool], Exchange] | None = None,  # creates it over processes
         stages: Collection[int] | None = None,  # in this process; None: all
+        opens_stages: bool = True,  # False: the caller does, before the first F of each
     ):
         # Keep no reference to the inputs: their parts are freed with the stages that use them.
         self.bounds, self.trained, self.weights = inputs.bounds, inputs.trained, inputs.weights
@@ -74,9 +76,9 @@ class Step(ActionPerformer):
         self.stages_here = range(len(inputs.bounds[0].devices)) if stages is None else stages
         first = inputs.bounds[0]
         every_device = [device for of_stage in first.stage_devices for device in of_stage]
-        transport = Transport(every_device, inputs.values)
-        super().__init__(first.devices, transport, ambient, first.state, first.stage_devices)
-        self.recomputes, self.grad = bool(recomputed), self.state.grad
+        self.transport = Transport(every_device, inputs.values)
+        self.devices, self.stage_devices = first.devices, first.stage_devices
+        self.state, self.grad = first.state, first.state.grad
         self.exchange: Any = (exchange or Exchange)(inputs, self.transport, self.grad, losses is not None)
         self.loss_weighting = LossWeightingCheck.of(first, look_at_elements)
         self.loss: LossStage | None = None
@@ -100,7 +102,9 @@ class Step(ActionPerformer):
             changed = dict.fromkeys(name for program in programs for name in (*program.changes, *program.left))
             read = [n for n in changed if n.rpartition(".")[2] in losses.reads and tensors.has(n)]
             losses.function = tensors.hiding(read, losses.function) if read else losses.function
-        self._stages = self._open_stages()
+        self._stages: list[dict[int, StageInstance]] = [{} for _ in self.bounds]  # by micro-batch, then by stage
+        if opens_stages:
+            self._open_stages()
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
         self.pending: dict[tuple[int, int], BackwardHandle] = {}
         self.tapes: dict[tuple[int, int], WeightGradientTape] = {}
@@ -110,18 +114,16 @@ class Step(ActionPerformer):
             for j, own in enumerate(self.stage_devices)
             if len(own) > 1 and any(one.program.stages[j].changes_in_order for one in inputs.programs)
         )
-        fences = fences_of([bound.wiring for bound in inputs.programs])
+        self.ordered = self.in_order  # stages whose F wait for the previous F; in a stream, of any mini-batch
+        self.fences = fences_of([bound.wiring for bound in inputs.programs])
         # Replicas of the last stage compute losses in order, too: loss_fn may draw random numbers, or count.
         self.has_losses_in_order = losses is not None and len(self.stage_devices[-1]) > 1
-        self._last_stage = len(self.devices) - 1
-        takes_all = losses is not None and losses.takes_all
-        last_forward = Action(ActionKind.FORWARD, self._last_stage, self.micro_batches - 1) if takes_all else None
-        self.fences = Fences(fences, self.in_order, last_forward)
+        self.takes_all = losses is not None and losses.takes_all
+        self.ended = threading.Event()  # all its actions have ended, or the run has failed
 
-    def _open_stages(self) -> list[dict[int, StageInstance]]:
-        """Opens the stages of this process; returns, by micro-batch, the instances that run it, by stage."""
+    def _open_stages(self) -> None:
+        """Opens the stages of this process, each once for the micro-batches that run it."""
         opened: dict[tuple[int, int, int], StageInstance] = {}
-        stages: list[dict[int, StageInstance]] = [{} for _ in self.bounds]
         tensors = {id(bound): own for bound, own in self.open_programs}
         for i, bound in enumerate(self.bounds):
             for j in self.stages_here:
@@ -129,8 +131,7 @@ class Step(ActionPerformer):
                 key = id(bound), j, turn
                 if key not in opened:
                     opened[key] = self._open_stage(bound, j, turn, tensors[id(bound)])
-                stages[i][j] = opened[key]
-        return stages
+                self._stages[i][j] = opened[key]
 
     def _open_stage(self, bound: BoundProgram, j: int, turn: int, tensors: ModelTensors) -> StageInstance:
         device, stage = bound.replicas_of(j)[turn]
@@ -144,43 +145,37 @@ class Step(ActionPerformer):
             self.replica_totals[j][turn],
         )
 
+    def open_stage(self, j: int, i: int, versions: Mapping[int, torch.Tensor]) -> None:
+        """Opens a stage of the only program for the replica of micro-batch i. `versions`: of weights, by identity."""
+        ((bound, tensors),) = self.open_programs
+        count = len(self.replica_totals[j])
+        turn = replica_of(i, count)
+        opened = self._open_stage(bound, j, turn, replace(tensors, versions=versions))
+        for own in self._stages[turn::count]:
+            own[j] = opened
+
+    def close_stage(self, j: int) -> None:
+        """Drops a stage, with its version of the weights."""
+        for own in self._stages:
+            del own[j]
+
+    def stage_of(self, j: int, i: int) -> StageInstance | None:
+        return self._stages[i].get(j)
+
     @property
     def micro_batches(self) -> int:
         return len(self.weights)
 
-    def wait(self, action: Action) -> None:
-        self.fences.wait(action)
-        if self.has_losses_in_order and self.caller_context.takes_turns:  # a thread that holds the turn must not wait
-            self.wait_before_loss(action)
-
-    def wait_before_loss(self, action: Action) -> None:
-        """Returns when the loss after an F may be computed: if losses have an order, after the previous one."""
-        if self.has_losses_in_order and action.kind is ActionKind.FORWARD and action.stage == self._last_stage:
-            self.wait_behind_loss(action.micro_batch - 1)
-
-    def wait_behind_loss(self, i: int) -> None:
-        if i >= 0:
-            self.fences.wait_behind((ActionKind.FORWARD, self._last_stage, i))
-
-    def note_of_failure(self, action: Action, error: BaseException) -> str:
-        """Also names the node, if the stage's code raised."""
-        opened = self._stages[action.micro_batch][action.stage]
-        node = opened.function.failing_node(error)
-        text, location = super().note_of_failure(action, error), opened.stage.locations.get(node)
-        if location is not None:
-            module = f", module {location.module}" if location.module else ""
-            text += f", node {node}{module} ({location.source})"
-        if action.kind is ActionKind.RECOMPUTE:
-            text += "; the forward of this micro-batch went well before, so it does not do the same twice"
-        return text
-
     def forward(self, j: int, i: int) -> None:
         opened = self._stages[i][j]
-        device, stream = self._place(Action(ActionKind.FORWARD, j, i)) if self.has_replicas else self._places[j][0]
         received = [self.exchange.take(j, link, i) for link in opened.links]
         buffers = dict(opened.totals.buffers)
         if i and j in self.in_order:  # as another replica left them after the previous micro-batch
-            before = self.replica_totals[j][replica_of(i - 1, len(self.replica_totals[j]))]
+            count = len(self.replica_totals[j])
+            before, device = (
+                self.replica_totals[j][replica_of(i - 1, count)],
+                self.stage_devices[j][replica_of(i, count)],
+            )
             buffers = {name: self.transport.bring(buffer, device) for name, buffer in before.buffers.items()}
         if (ActionKind.RECOMPUTE, j, i) in self.recomputed:
             # Grad mode stays on: under no_grad torch uses other kernels (LSTM), and R must compute the same bits.
@@ -193,13 +188,6 @@ class Step(ActionPerformer):
                 self.pending[j, i] = ran.pending
         opened.totals.finish_forward(opened.stage, i, ran)
         self._send(j, i, ran.sent)
-        if self.loss is not None and j == self._last_stage:
-            del received, ran  # free unsaved values before the loss runs
-            if self.has_losses_in_order:
-                self.wait_before_loss(Action(ActionKind.FORWARD, j, i))
-            start = mark_time(stream)
-            self.loss.run(i)
-            self.log.losses[i] = (start, mark_time(stream))
 
     def recompute(self, j: int, i: int) -> None:
         inputs = self.saved.pop((j, i))
@@ -242,6 +230,8 @@ class Step(ActionPerformer):
     @property
     def divisor(self) -> Any:
         """The divisor of all gradients, for a weighted loss; None if there is none."""
+        if self.report is not None:
+            return self.report.divisor
         return None if self.loss is None else self.loss.losses.divisor
 
     def trained_parameters(self) -> dict[str, torch.Tensor]:

@@ -1,26 +1,26 @@
-"""One step with the stages, values and gradients of this rank only.
+"""A mini-batch on one rank: values and gradients that leave the rank, and when gradients are complete.
 
-Actions run as in the one-process step (`runtime.step`). An arriving value is entered for all stages of this rank
-and for the cuts that it still has to cross. `packets` sends and receives.
+Actions run as in one process (`runtime.run`). An arriving value is entered for all stages of this rank and for the cuts
+that it still has to cross. `packets` sends and receives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from fxpipe._torch.autograd import takes_gradient
-from fxpipe.distributed.packets import PacketLink, PacketValue, cut_of
-from fxpipe.distributed.rank_group import RankGroup
+from fxpipe.distributed.packets import PacketValue, cut_of
 from fxpipe.distributed.replicas import GradientReduction
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import PIPE_INPUT, ValueKey
 from fxpipe.rewriting.relay_routes import GradientKey, RelayRoutes
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
-from fxpipe.runtime.step import Step
+from fxpipe.runtime.run import End, Run
+from fxpipe.runtime.stage_instance import StageTotals
 from fxpipe.runtime.wiring import ValueLink
 from fxpipe.scheduling.actions import Action, ActionKind
 
@@ -77,13 +77,15 @@ class RankExchange(Exchange):
             return [leaving[key] for key in self._routes[i].down[cut]]
         return [PacketValue(self._returning.pop((key, i), None)) for key in self._routes[i].up[cut]]
 
-    def enter_packet(self, maker: Action, values: Sequence[PacketValue]) -> None:
+    def enter_packet(self, maker: Action, values: Sequence[PacketValue]) -> Sequence[PacketValue]:
+        """Enters the values of F, or the gradients of B, that a packet begins with; returns the rest."""
         cut, i = cut_of(maker), maker.micro_batch
         if maker.kind is ActionKind.FORWARD:
             for key, one in zip(self._routes[i].down[cut], values, strict=True):
                 self._arrived(key, i, one.value, one.requires_grad)
-            return
-        for gradient_key, one in zip(self._routes[i].up[cut], values, strict=True):
+            return ()
+        keys = self._routes[i].up[cut]
+        for gradient_key, one in zip(keys, values[: len(keys)], strict=True):
             if one.value is None:
                 continue
             _, name, target = gradient_key
@@ -93,6 +95,7 @@ class RankExchange(Exchange):
                 self._gradients[target, name, i] = one.value
             else:
                 self._returning[gradient_key, i] = one.value
+        return values[len(keys) :]
 
     def check_empty(self) -> None:
         """Raises `InternalError` if values or gradients are left that no packet has taken."""
@@ -100,49 +103,24 @@ class RankExchange(Exchange):
             raise InternalError(f"left behind at the end of a step: {left[:4]}")
 
 
-class RankStep(Step):
-    """One mini-batch on one rank. The rank of the last stage has the loss."""
+class RankStepEnd(End):
+    """Gives each gradient to the sum over replicas as soon as it is complete."""
 
-    exchange: RankExchange
+    def __init__(self, reduction: GradientReduction, row: tuple[Action, ...]):
+        """`row`: of this rank."""
+        super().__init__()
+        self._reduction, self._last = reduction, _last_backwards(row)
 
-    def __init__(
-        self,
-        *arguments: Any,
-        group: RankGroup,
-        link: PacketLink,
-        row: tuple[Action, ...],
-        reduction: GradientReduction | None = None,
-        **more: Any,
-    ):
-        """`row`: of this rank. `reduction`: gets each gradient as soon as it is complete."""
-        super().__init__(*arguments, **more)
-        self._group, self._link, self._reduction = group, link, reduction
-        self._last = _last_backwards(row) if reduction is not None else frozenset()
-
-    def wait(self, action: Action) -> None:
-        if self.failure is not None:
-            return
-        maker = self._link.maker_before(action)
-        if maker is not None:
-            self.exchange.enter_packet(maker, self._link.receive(maker))
-        self._group.doing = str(action)
-
-    def perform(self, action: Action) -> None:
-        j, totals, reduction = action.stage, self.totals[action.stage], self._reduction
-
-        def give(name: str) -> None:
-            if reduction is not None and reduction.has((name, j)) and not totals.sums[name].is_sparse:
-                reduction.give((name, j), totals.sums.pop(name))
-
+    def before(self, run: Run, t: int, action: Action) -> None:
         if action in self._last:
-            totals.when_final = give
-        super().perform(action)
-        totals.when_final = None  # it refers to this step
+            run.mini_batches[t].totals[action.stage].when_final = partial(self._give, action.stage)
 
-    def pass_on(self, action: Action) -> None:
-        if self._link.is_sent(action):
-            self._link.send(action, self.exchange.take_packet(action))
-        super().pass_on(action)
+    def after(self, run: Run, t: int, action: Action) -> None:
+        run.mini_batches[t].totals[action.stage].when_final = None
+
+    def _give(self, stage: int, totals: StageTotals, name: str) -> None:
+        if self._reduction.has((name, stage)) and not totals.sums[name].is_sparse:
+            self._reduction.give((name, stage), totals.sums.pop(name))
 
 
 @lru_cache(maxsize=32)
