@@ -1,7 +1,7 @@
 """Operators: their classes and schemas, and private operators.
 
-Classes, schemas and most operators are required, and unchanged from torch 2.11 to 2.14. Optional are `safe_softmax`
-and the names of attention on a CPU.
+Classes, schemas and most operators are required, and unchanged from torch 2.11 to 2.14. Optional are the names of
+attention on a CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxpipe._torch.versions import optional_name, require_attributes, required_names
+from fxpipe._torch.versions import require_attributes, required_names
 
 with required_names():
     from torch._ops import OpOverload as OpOverload
@@ -27,11 +27,6 @@ with required_names():
     RNN_FUNCTIONS: tuple[Any, ...] = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
 
 require_attributes(torch.ops.aten.add.Tensor, "_schema")
-
-
-# The softmax of scaled_dot_product_attention on a CPU, which handles fully masked rows. Without it attention with
-# dropout draws from torch's default generator, and waits for other stages that do.
-safe_softmax: Callable[[torch.Tensor, int], torch.Tensor] | None = optional_name("torch", "_safe_softmax")
 
 
 def schema_of(overload: Any) -> torch.FunctionSchema:

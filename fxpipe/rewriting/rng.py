@@ -4,7 +4,7 @@ So a node's numbers do not depend on cut, schedule or timing, and recomputation 
 bit those of torch's generator after `manual_seed`, which other stages use at the same time. In order of preference:
 
 1. A function that takes `generator=` gets a generator of the thread.
-2. On a CPU, dropout, attention and RNNs are reimplemented with such a generator (`RNG_KERNELS`); RNNs also on a GPU.
+2. On a CPU, dropout and RNNs are reimplemented with such a generator (`RNG_KERNELS`); RNNs also on a GPU.
 3. Torch's other functions draw from torch's generator, which has the state of the thread's generator during the call.
 4. So do custom operators and opaque Python, where checkpoints (`torch.utils.checkpoint`) become plain calls.
 
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import random
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from torch import Generator, Tensor
 from fxpipe._torch.checkpoint import call_checkpoints_through, can_call_checkpoints_through
 from fxpipe._torch.functions import opname
 from fxpipe._torch.modes import TorchDispatchMode, pop_dispatch_mode, push_dispatch_mode
-from fxpipe._torch.operators import RNN_FUNCTIONS, OpOverload, OpOverloadPacket, safe_softmax, schema_of
+from fxpipe._torch.operators import RNN_FUNCTIONS, OpOverload, OpOverloadPacket, schema_of
 from fxpipe._torch.versions import TESTED_VERSIONS
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import stage_context
@@ -194,9 +192,8 @@ def seeded_python_rng(seed: int) -> Iterator[None]:
 # -- Random functions that take no generator, reimplemented with one --------------------------------------------------
 #
 # They give the results of torch's functions after `manual_seed`, bit for bit: the same kernels on the same numbers in
-# the same order (ATen: `Dropout.cpp`, `RNN.cpp`, `transformers/attention.cpp`; the tests compare them). So workers do
-# not wait for the generator of the process. For unsupported arguments a function returns `NotImplemented` before it
-# draws.
+# the same order (ATen: `Dropout.cpp`, `RNN.cpp`; the tests compare them). So workers do not wait for the generator of
+# the process. For unsupported arguments a function returns `NotImplemented` before it draws.
 #
 # This holds on a CPU. On a GPU other kernels draw, and only the RNNs are reimplemented: cuDNN draws their dropout from
 # a separate state, which torch's seed does not set and which continues from call to call, so recomputation would get
@@ -210,59 +207,6 @@ def dropout(
         return F.dropout(input, p, training, inplace)  # draws nothing
     noise = torch.empty_like(input).bernoulli_(1 - p, generator=generator).div_(1 - p)
     return input.mul_(noise) if inplace else input.mul(noise)
-
-
-def attention(
-    generator: Generator,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Computes attention with dropout step by step, as torch does on a CPU: `_scaled_dot_product_attention_math`."""
-    high = query.dtype in (torch.float32, torch.float64)  # others are computed in float32, with casts between the steps
-    is_plain = high and not enable_gqa and 0 < dropout_p < 1 and (scale or 1) > 0
-    if safe_softmax is None or not is_plain or torch.is_autocast_enabled("cpu"):
-        return NotImplemented
-    mask = attn_mask
-    if is_causal:
-        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_()
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
-    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    weights = torch.matmul(query * root, key.transpose(-2, -1) * root)
-    if mask is not None:
-        weights.add_(mask)
-    return torch.matmul(dropout(generator, safe_softmax(weights, -1), dropout_p), value)
-
-
-def _multi_head_attention(generator: Generator, *args: Any, **kwargs: Any) -> Any:
-    """Runs torch's code with the random functions of this file."""
-
-    def attend(*operands: Any) -> Any:
-        attended = attention(generator, *operands)
-        # With p = 1, for which it is not implemented, torch's draws nothing.
-        return F.scaled_dot_product_attention(*operands) if attended is NotImplemented else attended
-
-    def drop(input: Tensor, p: float) -> Tensor:
-        return dropout(generator, input, p)
-
-    query = args[0] if args else kwargs["query"]
-    if torch.is_autocast_enabled("cpu") or query.dtype not in (torch.float32, torch.float64):
-        return NotImplemented
-    theirs = F.multi_head_attention_forward
-    own: dict[str, Any] = {
-        "dropout": drop,
-        "scaled_dot_product_attention": attend,
-        "has_torch_function": lambda _: False,
-    }
-    ours = FunctionType(theirs.__code__, {**F.__dict__, **own}, theirs.__name__, theirs.__defaults__)
-    return ours(*args, **kwargs)
 
 
 def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,8 +242,6 @@ ANY_DEVICE_KERNELS = {
 # (generator, *arguments of the function) -> its result
 RNG_KERNELS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.dropout, torch.dropout, _aten.dropout.default), dropout),
-    **dict.fromkeys((F.scaled_dot_product_attention, _aten.scaled_dot_product_attention.default), attention),
-    F.multi_head_attention_forward: _multi_head_attention,
     **ANY_DEVICE_KERNELS,
 }
 

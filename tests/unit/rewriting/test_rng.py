@@ -372,8 +372,8 @@ def _ends_without_torchs_generator(patience: float, function: Callable[..., Any]
     return ended
 
 
-WAITING = """_scaled_dot_product_attention_math native_dropout alpha_dropout feature_alpha_dropout alpha_dropout_
-    dropout_ feature_alpha_dropout_ feature_dropout feature_dropout_""".split()
+WAITING = """_scaled_dot_product_attention_math scaled_dot_product_attention native_dropout alpha_dropout
+    feature_alpha_dropout alpha_dropout_ dropout_ feature_alpha_dropout_ feature_dropout feature_dropout_""".split()
 
 
 @pytest.mark.parametrize("name", CASES)
