@@ -48,7 +48,6 @@ def findings_document(findings: Findings) -> dict[str, Any]:
             data_parallel    replicas
             mesh             list of dimensions, as in `simulation_document`
             step_seconds     simulated; a lower bound if the candidate was not cut
-            measured_seconds null if it was not run
             peak_bytes       on the device that holds most
             fits, over_bytes
             problem          text: why it was not cut; else empty
@@ -65,7 +64,7 @@ def findings_document(findings: Findings) -> dict[str, Any]:
             for row in findings.sweep
         ]
     if findings.tuning is not None:
-        names = "schedule chunks stages_per_device data_parallel mesh checkpoint step_seconds measured_seconds fits"
+        names = "schedule chunks stages_per_device data_parallel mesh checkpoint step_seconds fits"
         document["tuning"] = [
             _values(row, names)
             | {"peak_bytes": round(row.peak), "over_bytes": round(max(0.0, row.lacks)), "problem": row.why}

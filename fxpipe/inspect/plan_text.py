@@ -293,14 +293,12 @@ def tuning_table(tuning: Tuning, most: int, is_cut: bool = False) -> Table[Candi
         text_column("checkpoint", lambda row: checkpoint_text(row.checkpoint)),
         number_column("stages per\ndevice", lambda row: row.stages_per_device),
         Column("step", step),
-        number_column("measured", lambda row: row.measured_seconds, human_seconds),
         number_column("idle", lambda row: None if row.plan is None else row.simulation.mean_bubble, percent),
         bytes_column("peak memory", lambda row: None if row.plan is None else row.peak),
         bytes_column("lacks", lambda row: row.lacks if row.lacks > 0 else None),
     ]
     hidden = {
         "pipeline x data": all(row.data_parallel == 1 for row in tuning.rows),
-        "measured": all(row.measured_seconds is None for row in tuning.rows),
         "lacks": all(row.lacks <= 0 for row in tuning.rows),
     }
     return Table([column for column in columns if not hidden.get(column.name)], rows, keys=2, missing="")

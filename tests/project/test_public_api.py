@@ -57,7 +57,7 @@ ARGUMENTS = {
     """,
     "tune": """
         model_or_plan devices * example_args example_kwargs batch_size schedules chunks checkpoint
-        stages_per_device measure reduction balance memory_limit optimizer_state hardware profile profile_budget
+        stages_per_device balance memory_limit optimizer_state hardware profile profile_budget
         loss_fn target in_dims dynamic_shapes out_dims leaf_modules check progress data_parallel mesh
         processes
     """,

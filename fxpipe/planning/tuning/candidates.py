@@ -311,7 +311,6 @@ class CandidateResult:
     step_seconds: float = 0.0  # simulated; a lower bound if the candidate was not cut
     memory: tuple[float, ...] = ()  # bytes: the simulated peak of each device
     lacks: float = 0.0  # the largest excess of a device over its memory limit, in bytes
-    measured_seconds: float | None = None  # median of real steps, if measured
     why: str = ""
     others: Mapping[str, Any] = field(default_factory=dict)  # further arguments for `fxpipe.pipeline`
     data_parallel: int = 1  # number of replicas, which share the devices and the mini-batch
@@ -370,11 +369,8 @@ class Tuning:
 
 
 def rank_fitting(rows: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Ranks rows that fit, only those measured if any: the shortest step first, of equal ones the least memory."""
+    """Ranks rows that fit: the shortest step first, of equal ones the least memory."""
     fitting = [row for row in rows if row.fits]
-    measured = [row for row in fitting if row.measured_seconds is not None]
-    if measured:
-        return sorted(measured, key=lambda row: row.measured_seconds or 0.0)
     least = min((row.step_seconds for row in fitting), default=0.0)
 
     def order(row: CandidateResult) -> tuple[float, ...]:

@@ -37,7 +37,7 @@ from fxpipe.utils.progress import progress as bar
 from fxpipe.utils.progress import show_phases, show_progress
 from fxpipe.utils.units import parse_count, with_article
 
-MEASURED_CANDIDATES = 4
+CERTAIN_CANDIDATES = 4  # the best that the search finds with certainty, of one number of replicas
 PLAN_ARGUMENTS = ("model_or_plan", "batch_size", "schedules", "chunks", "checkpoint", "memory_limit", "progress")
 
 
@@ -53,8 +53,6 @@ def tune(
     chunks: Sequence[int] | None = None,
     checkpoint: Sequence[str] | None = None,
     stages_per_device: Sequence[int] | None = None,
-    measure: bool = False,
-    reduction: str = "mean",
     balance: str = "auto",
     data_parallel: int | str = 1,
     mesh: Sequence[str] | None = None,
@@ -95,10 +93,7 @@ def tune(
         batch_size: samples of the mini-batch, if different from the example.
         schedules, chunks, checkpoint, stages_per_device: try these only. Checkpoint modes are "never", "except_last"
             and "always"; each given mode is tried.
-        measure: run the best few on the devices, alternately, and choose by the median of their steps. They run
-            `forward_backward`; parameters, gradients, buffers and random numbers are left unchanged.
-        loss_fn, target, reduction: of `forward_backward`: the loss is costed with the model, and used in measured
-            steps. Default: the model's output if it is a scalar, else the sum of the mean squares of all outputs.
+        loss_fn, target: of `forward_backward`: the loss is costed with the model.
         balance: the balance of the stages: "auto", "block" or "optimal".
         memory_limit: memory available to stages on a device, as for `fxpipe.pipeline`; replaces a plan's limits.
         hardware: the hardware for which seconds, memory and links are estimated, as for `fxpipe.plan`.
@@ -121,7 +116,6 @@ def tune(
     hardware, memory_limit = options.get("hardware"), options.get("memory_limit")
     show = parse.parse_switch("progress", options.get("progress", True))
     with planning_block(), show_progress(show), show_phases("planning"):
-        parse.parse_switch("measure", measure)
         names = COMPARED_SCHEDULES if schedules is None else parse_choices("schedules", schedules, TRAINING_SCHEDULES)
         modes = None if checkpoint is None else parse_choices("checkpoint", checkpoint, CHECKPOINTS)
         counts = None if chunks is None else _parse_counts("chunks", chunks)
@@ -143,12 +137,8 @@ def tune(
             raise ArgumentError("example_args is empty: give a mini-batch to study the model with, as in (x,)")
         if balance not in BALANCES:
             raise ArgumentError(f"balance={balance!r}: expected {', '.join(map(repr, BALANCES))}; tune cuts by itself")
-        if measure and hardware is not None:
-            raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
         ways = _replica_settings({**options, "balance": balance, "processes": processes}, devices, data_parallel, mesh)
         settings = with_memory_at_hand(ways[-1], model_or_plan)
-        if measure and options.get("profile") is not None:  # the loss is for measuring, the profile may not know it
-            settings = replace(settings, loss=None)
         kwargs = example_kwargs or {}
         whole = replace(settings, data_parallel=1, chunks=settings.chunks * settings.data_parallel)
         profiled = trace_and_profile(model_or_plan, example_args, kwargs, whole)
@@ -172,12 +162,7 @@ def tune(
         rows = _search_all(
             lambda count: candidates.candidates_of_model(names, count, each), plans, limits, counts, modes, others
         )
-        rows = _check_best(rows, MEASURED_CANDIDATES if measure else 1, profiled, example_args, kwargs, settings)
-        if measure:
-            from fxpipe.planning.tuning.measure_candidates import measure_steps  # needs pipes
-
-            best, loss = rank_fitting(rows)[:MEASURED_CANDIDATES], (options.get("loss_fn"), options.get("target"))
-            rows = measure_steps(rows, best, longest, (example_args, kwargs), *loss, reduction)
+        rows = _check_best(rows, profiled, example_args, kwargs, settings)
         return _tuning_of_rows(rows, limits, profiled.batch)
 
 
@@ -230,7 +215,7 @@ def _search_all(
                 limits,
                 modes=modes,
                 others=others,
-                wanted=MEASURED_CANDIDATES if is_one else 1,
+                wanted=CERTAIN_CANDIDATES if is_one else 1,
                 least_gain=0.0 if is_one else LEAST_GAIN_OF_REPLICATION,
                 step=step,
             )
@@ -254,34 +239,30 @@ def _tuning_of_rows(rows: Sequence[CandidateResult], limits: MemoryLimits, batch
 
 def _check_best(
     rows: Sequence[CandidateResult],
-    wanted: int,
     profiled: ProfiledModel,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     settings: Settings,
 ) -> tuple[CandidateResult, ...]:
-    """Returns the rows after checking that the model accepts the micro-batches of the `wanted` best rows."""
-    runs: dict[int, bool] = {}  # by number of micro-batches, of all replicas
+    """Returns the rows after checking that the model accepts the micro-batches of the best row."""
+    refused: list[int] = []  # numbers of micro-batches, of all replicas
 
     def count(row: CandidateResult) -> int:
         return row.chunks * row.data_parallel
 
-    def accepted() -> list[CandidateResult]:
-        return rank_fitting(row for row in rows if runs.get(count(row), True))
-
     # Rank again after each check: the tolerance for equal steps depends on the best remaining row.
-    while (row := next((row for row in accepted()[:wanted] if count(row) not in runs), None)) is not None:
-        runs[count(row)] = holds_for_chunks(profiled.traced, profiled.batch, args, kwargs, count(row), settings)
-    if not accepted():
+    while best := rank_fitting(row for row in rows if count(row) not in refused):
+        if holds_for_chunks(profiled.traced, profiled.batch, args, kwargs, count(best[0]), settings):
+            break
+        refused.append(count(best[0]))
+    else:
         raise ArgumentError(
-            f"the model takes no micro-batches of the sizes that were tried (chunks={[*runs]}), or does something else "
+            f"the model takes no micro-batches of the sizes that were tried (chunks={refused}), or does something else "
             "there than on whole mini-batches: give other chunks, or a larger batch_size"
         )
     why = "the model does not take micro-batches of this size, or does something else there"
-    refused = [not runs.get(count(row), True) for row in rows]
     return tuple(
-        replace(row, plan=None, step_seconds=0.0, memory=(), why=why) if is_refused else row
-        for row, is_refused in zip(rows, refused, strict=True)
+        replace(row, plan=None, step_seconds=0.0, memory=(), why=why) if count(row) in refused else row for row in rows
     )
 
 

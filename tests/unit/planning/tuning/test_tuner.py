@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_step
 from helpers.tuning_settings import BATCH, Net, settings_for
 from torch import nn
@@ -195,61 +194,6 @@ def test_a_plan_tries_what_needs_no_new_cut(model: Net, x: torch.Tensor, profile
         fxpipe.tune(plan, memory_limit=10)
 
 
-class Loss(Layered, scale=lambda: nn.Parameter(torch.ones(())), seen=lambda: torch.zeros(())):
-    """With a parameter and a buffer of its own."""
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return self.scale * F.mse_loss(output, target)
-
-
-@pytest.mark.parametrize("batch_size", [BATCH, 12])
-def test_measured_the_best_few_are_run_and_all_is_left_as_it_was(model: Net, x: torch.Tensor, batch_size: int) -> None:
-    loss, x, target = Loss(), x.clone().requires_grad_(), torch.zeros(BATCH, 4, requires_grad=True)
-    before = [(module, copy.deepcopy(module.state_dict())) for module in (model, loss)]
-    for tensor in (*model.parameters(), target):
-        tensor.grad = torch.ones_like(tensor)
-    state = torch.get_rng_state()
-    tuning = fxpipe.tune(
-        model,
-        ["cpu", "cpu"],
-        example_args=(x,),
-        target=target,
-        loss_fn=loss,
-        schedules=["gpipe", "1f1b"],
-        stages_per_device=[1],
-        profile_budget=0.1,
-        measure=True,
-        batch_size=batch_size,
-    )
-    ran = [row for row in tuning.rows if row.measured_seconds]
-    assert 1 < len(ran) <= 4
-    assert tuning.best in ran
-    assert tuning.best.measured_seconds == min(row.measured_seconds or 0 for row in ran)
-    assert "measured" in str(tuning)
-    assert "measured" not in str(fxpipe.tune(tuning.best.plan))
-    for module, values in before:
-        assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
-    assert all(tensor.grad is not None and bool((tensor.grad == 1).all()) for tensor in (*model.parameters(), target))
-    assert x.grad is None
-    assert loss.scale.grad is None
-    assert torch.equal(state, torch.get_rng_state())
-    model.zero_grad()
-
-
-def test_without_a_loss_a_simple_one_is_measured(x: torch.Tensor) -> None:
-    class Two(Layered, one=8, two=(8, 3)):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            x = torch.relu(self.one(x))
-            return {"hidden": x, "scores": self.two(x)}
-
-    tuning = fxpipe.tune(
-        Two(), ["cpu", "cpu"], example_args=(x,), measure=True, chunks=[2], schedules=["1f1b"], profile_budget=0.05,
-        stages_per_device=[1],
-    )  # fmt: skip
-    assert tuning.best.measured_seconds is not None
-
-
 def test_of_equally_long_steps_the_one_with_least_memory_is_chosen() -> None:
     plan: Any = object()
     rows = [
@@ -261,8 +205,6 @@ def test_of_equally_long_steps_the_one_with_least_memory_is_chosen() -> None:
     ]
     assert [row.schedule for row in rank_fitting(rows)] == ["1f1b", "gpipe"]
     assert order_for_table(rows[::-1]) == (rows[0], rows[1], rows[3], rows[2], rows[4])
-    measured = [replace(rows[0], measured_seconds=2.0), replace(rows[1], measured_seconds=3.0), *rows[2:]]
-    assert rank_fitting(measured)[0].schedule == "gpipe"
 
 
 @pytest.mark.parametrize(
@@ -278,8 +220,6 @@ def test_of_equally_long_steps_the_one_with_least_memory_is_chosen() -> None:
         ({"batch_size": 0}, "batch_size"),
         ({"balance": [3, 4]}, "balance="),
         ({"example_args": ()}, "example_args is empty"),
-        ({"measure": True, "hardware": "h100"}, "measure=True and hardware"),
-        ({"measure": 3}, "measure=3: expected True or False"),
         ({"schedules": ["zbv"], "stages_per_device": [1]}, "no schedule goes with"),
         ({"stages_per_device": [64]}, "nothing can be tried: 128 stages need as many nodes"),
     ],
@@ -288,20 +228,13 @@ def test_arguments_that_cannot_be_are_named(
     model: Net, x: torch.Tensor, profile: Profile, options: dict[str, Any], message: str
 ) -> None:
     given: dict[str, Any] = {"example_args": (x,), "profile": profile}
-    if "hardware" in options:
-        given.pop("profile")
     with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
         fxpipe.tune(model, ["cpu", "cpu"], **{**given, **options})
 
 
 def test_beside_a_plan_nothing_that_makes_one_is_accepted(model: Net, x: torch.Tensor, profile: Profile) -> None:
     plan = fxpipe.plan(model, 2, example_args=(x,), profile=profile)
-    given: list[dict[str, Any]] = [
-        {"devices": ["cpu"]},
-        {"hardware": "h100"},
-        {"measure": True},
-        {"example_args": (x,)},
-    ]
+    given: list[dict[str, Any]] = [{"devices": ["cpu"]}, {"hardware": "h100"}, {"example_args": (x,)}]
     given += [{"optimizer_state": 0}, {"balance": "block"}, {"loss_fn": F.mse_loss}, {"in_dims": 0}]
     for options in given:
         with pytest.raises(ArgumentError, match=f"{next(iter(options))} beside a plan"):

@@ -1,4 +1,4 @@
-"""Where tuning could go wrong without a word: modes and schedules of one's own, what measuring leaves behind."""
+"""Where tuning could go wrong without a word: modes and schedules of one's own."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ import fxpipe
 from fxpipe.errors import MemoryLimitError
 from fxpipe.planning.passes import trace_and_profile
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning import measure_candidates as measuring
 from fxpipe.planning.tuning import tuner
 from fxpipe.planning.tuning.candidates import SAME_STEP_TOLERANCE, Candidate, CandidateResult, ModelPlans
 from fxpipe.profiling import Profile
@@ -79,22 +78,9 @@ def test_where_the_best_are_refused_others_are_tried_before_they_are_chosen(monk
 
     monkeypatch.setattr(tuner, "holds_for_chunks", is_the_model)
     nothing: Any = None
-    found = tuner._check_best(rows, 1, SimpleNamespace(traced=nothing, batch=8), (), {}, nothing)
+    found = tuner._check_best(rows, SimpleNamespace(traced=nothing, batch=8), (), {}, nothing)
     assert tried == [1, 4, 2]
     assert [row.plan is None for row in found] == [True, False, True]
-
-
-def test_after_measuring_tensors_are_where_they_were() -> None:
-    """Parameters and buffers move to where stages want them: here to another place in memory, as if it were a GPU's."""
-    norm = nn.BatchNorm1d(4)
-    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in norm.state_dict().items()}
-    with measuring._restore_all([norm], ()):
-        for tensor in norm.state_dict(keep_vars=True).values():
-            tensor.data = tensor.data + 1
-    for name, tensor in norm.state_dict().items():
-        place, value = before[name]
-        assert tensor.data_ptr() == place
-        assert torch.equal(tensor, value)
 
 
 def test_a_plan_that_names_a_worker_far_away_is_damaged(model: nn.Module, profile: Profile, tmp_path: Any) -> None:
