@@ -322,7 +322,7 @@ RUNTIME = (
         "runtime/run.py",
         "if kind is ActionKind.BACKWARD and one.takes_all:",
         "if False:",
-        "unit/runtime/test_wiring.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
+        "unit/runtime/test_stage_replicas.py::test_replicas_go_back_after_the_one_loss_of_all_micro_batches",
     ),
     Mutant(
         "tracing/source_lines.py",
@@ -560,7 +560,7 @@ RUNTIME = (
         "runtime/losses.py",
         "        self.values[i], self.weights[i] = loss.detach(), weight",
         "        self.values[i], self.weights[i] = loss, weight",
-        "unit/runtime/test_losses.py::test_what_is_summed_may_be_divided_by_numbers_of_its_own",
+        "unit/runtime/test_losses.py::test_a_sum_over_samples",
     ),
     Mutant(
         "utils/batch_split.py",
@@ -603,6 +603,12 @@ RUNTIME = (
         "                run.fail(error)\n                self._wait_until_idle(queues, threads)\n",
         "                run.fail(error)\n",
         "unit/runtime/test_executors.py::test_an_interrupt_of_the_caller",
+    ),
+    Mutant(
+        "runtime/executors.py",
+        'if cause else "it was told to end, by no code of fxpipe"',
+        'if True else ""',
+        "unit/runtime/test_executors.py::test_a_worker_that_other_code_has_ended_is_said_to_be",
     ),
     Mutant(
         "runtime/executors.py",
@@ -1532,7 +1538,7 @@ TRACING = (
         "tracing/shapes/batch_reductions.py",
         "            is_mean = bool(shape[0].free_symbols)",
         "            is_mean = True",
-        "behaviour/test_own_losses.py::test_a_models_loss_is_that_of_the_mini_batch",
+        "behaviour/test_own_losses.py::test_a_loss_that_adds_up_is_known_as_a_sum",
     ),
     Mutant(
         "tracing/shapes/batch_reductions.py",
@@ -1754,6 +1760,12 @@ TRACING = (
 
 PROFILING = (
     Mutant(
+        "profiling/node_kinds.py",
+        "repr(args), state_of(node), changed",
+        "repr(args), changed",
+        "unit/profiling/test_profile.py::test_an_equal_layer_without_gradients_is_of_another_kind",
+    ),
+    Mutant(
         "profiling/saved_storages.py",
         (
             "                if place not in self.seen[number].savers[-1:]:\n"
@@ -1812,6 +1824,15 @@ PLANS = (
         "return self.received + self.again if recomputes else self.received",
         "return self.received",
         "unit/planning/plans/test_resized_plans.py::test_a_stage_that_recomputes_keeps_all_that_it_was_given",
+    ),
+    Mutant(
+        "planning/plans/data.py",
+        "own.bytes.kept(self.recomputes(stage))",
+        "own.bytes.received",
+        (
+            "unit/planning/plans/test_resized_plans.py::"
+            "test_the_memory_of_a_plan_has_what_only_a_recomputation_needs_for_each_micro_batch_in_flight"
+        ),
     ),
     Mutant(
         "planning/plans/data.py",
@@ -2051,7 +2072,7 @@ DISTRIBUTED = (
         "distributed/replicas.py",
         "        if self._reduced != reduced:\n",
         "        if self._reduction is None:\n",
-        "behaviour/test_over_ranks_data_parallel.py",
+        "unit/distributed/test_gradient_reduction.py::test_a_step_that_trains_other_parameters_sums_their_gradients",
     ),
     Mutant(
         "distributed/rank_engine.py",

@@ -93,14 +93,15 @@ class Around(nn.Module):
         return self.clamped(h) + self.middle(h)
 
 
-class AfterRead(Layered, first=8, second=8, third=8, pointer=lambda: torch.zeros((), dtype=torch.long)):
-    """A forward that reads a buffer which it changes, and puts a hook on later."""
+class AfterBreak(Layered, first=8, second=8, third=8):
+    """A forward that runs autograd, after which its lines run in several nodes, and puts a hook on later."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
-        slot = int(self.pointer) % 2
-        self.pointer.add_(1)
-        y = h + self.second(h) * (1 + slot)
+        with torch.enable_grad():
+            leaf = h.detach().requires_grad_()
+            (gate,) = torch.autograd.grad(leaf.square().sum(), leaf)
+        y = h + self.second(h) * gate.tanh()
         hook(y)
         return y + self.third(y)
 
@@ -160,7 +161,7 @@ CASES: dict[str, Any] = {
     "forward, residual, does not ask": (lambda: Residual(asks=False), OWN_FORWARD),
     "forward, no residual": (lambda: Residual(is_residual=False), OWN_FORWARD),
     "forward, no residual, does not ask": (lambda: Residual(is_residual=False, asks=False), OWN_FORWARD),
-    "forward, after a read": (AfterRead, OWN_FORWARD),
+    "forward, after a graph break": (AfterBreak, PARTIAL),
     "block, inside": (blocks(lambda module, x, h, y: hook(h)), "right"),
     "block, what it returns": (blocks(lambda module, x, h, y: hook(y)), "right"),
     "block, all of it": (blocks(lambda module, x, h, y: [hook(x), hook(h), hook(y)]), "right"),

@@ -237,6 +237,12 @@ def test_one_field_may_be_told_and_the_others_are_found():
         fxpipe.trace(OwnLoss(AFFINE["two terms"]), example, out_dims={"lost": "sum"})
 
 
+def test_a_loss_that_adds_up_is_known_as_a_sum():
+    """So the backward of a micro-batch does not wait for the outputs of the others."""
+    example = torch.randint(0, CLASSES, (6, LENGTH)), labels(6, 0)
+    assert fxpipe.trace(OwnLoss(of_time_major_samples), example).out_dims == (0, "sum")
+
+
 class Counted(OwnLoss):
     """As models of transformers, to which the Trainer gives `num_items_in_batch`."""
 

@@ -3,6 +3,7 @@
 import copy
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,21 @@ def test_a_gradient_of_another_shape_is_not_a_lost_connection():
     reduction.begin()
     with pytest.raises(InternalError, match=r"shape \(3, 2\) .* shape \(2, 3\)"):
         reduction.give(("a", 0), torch.ones(3, 2))
+
+
+def test_a_step_that_trains_other_parameters_sums_their_gradients():
+    """A parameter that was frozen is left out, and one that is now in float64 is not summed in float32."""
+    group = ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    ranks = SimpleNamespace(when_closed=[], generation=0, device_sums=None, data_parallel_group=lambda: group)
+    own = Replicas(ranks)
+    own.prepare_sum({("a", 0): torch.ones(2), ("b", 0): torch.ones(2)})
+    before = own.reduction
+    own.prepare_sum({("a", 0): torch.zeros(2), ("b", 0): torch.zeros(2)})
+    assert own.reduction is before
+    own.prepare_sum({("a", 0): torch.ones(2).double()})
+    gradient = torch.full((2,), 1 / 3, dtype=torch.float64)
+    own.reduction.begin().give(("a", 0), gradient)
+    torch.testing.assert_close(own.reduction.finish(), {("a", 0): gradient})
 
 
 def failed_while_units_were_exchanged(mesh):

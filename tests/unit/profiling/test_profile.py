@@ -111,6 +111,19 @@ def test_nothing_goes_back_where_nothing_requires_grad() -> None:
     assert costs["exp"].forward.at(1) > 0
 
 
+def test_an_equal_layer_without_gradients_is_of_another_kind() -> None:
+    class Taught(Layered, first=4, teacher=4, last=4):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x)
+            with torch.no_grad():
+                wanted = self.teacher(h)
+            return self.last(h) - wanted
+
+    costs = by_name(profiled(Taught(), torch.randn(8, 4), hardware="cpu"))
+    assert costs["teacher"].backward_flops == 0
+    assert costs["last"].backward_flops == 2 * costs["last"].flops > 0
+
+
 @pytest.fixture
 def only_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is counted or noted beside it, which takes runs of its own."""

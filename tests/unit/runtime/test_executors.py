@@ -189,6 +189,18 @@ def test_what_has_ended_a_worker_is_said(monkeypatch):
         assert_runs(workers)
 
 
+def test_a_worker_that_other_code_has_ended_is_said_to_be(monkeypatch):
+    """No exception ended it, so none is named."""
+    monkeypatch.setattr("fxpipe.runtime.executors.POLL_SECONDS", 0.02)
+    with closing(ThreadedExecutor(CPUS)) as workers:
+        step, rows = _counted()
+        workers.start(step, [()] * len(rows))
+        workers._queues[1].put(None)
+        with pytest.raises(InternalError, match=r"fxpipe-1-cpu has ended .*\(it was told to end, by no code of fxpipe"):
+            workers.finish(step, rows)
+        assert_runs(workers)
+
+
 def test_threads_that_cannot_start(monkeypatch):
     """As where the process may have no more threads: the error arrives, and those that did start end."""
     started = []

@@ -159,6 +159,19 @@ def test_whatever_order_the_fences_allow_the_bits_are_the_same(seed):
         assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_replicas_go_back_after_the_one_loss_of_all_micro_batches(seed):
+    """The last micro-batch of a replica is not the last of all, with whose forward the loss is computed."""
+    torch.manual_seed(3)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    x, t = torch.randn(8, 6), torch.randn(8, 6)
+    with closing(replicated(model, (1, 2), executor=InterleavedExecutor(seed))) as pipe:
+        pipe.forward_backward(x, target=t, loss_fn=F.mse_loss, reduction="batch")
+        F.mse_loss(plain(x), t).backward()
+        assert_same(model, plain)
+
+
 class CountingMode(TorchDispatchMode):
     """A mode of the caller's, under which one action runs at a time."""
 

@@ -116,6 +116,14 @@ def test_a_stage_that_recomputes_keeps_all_that_it_was_given() -> None:
     assert sizes.through_portals(recomputes=True) == Polynomial.in_b(1, 4)
 
 
+def test_the_memory_of_a_plan_has_what_only_a_recomputation_needs_for_each_micro_batch_in_flight() -> None:
+    plan, more = skipping(), Polynomial.in_b(0, 100)
+    stages = tuple(replace(one, bytes=replace(one.bytes, again=one.bytes.again + more)) for one in plan.stages)
+    for mode, in_flight in (("never", [0, 0, 0, 0]), ("always", [4, 3, 2, 1])):
+        before, after = replace(plan, checkpoint=mode), replace(plan, checkpoint=mode, stages=stages)
+        assert [after.memory(j, b=2) - before.memory(j, b=2) for j in range(4)] == [200 * count for count in in_flight]
+
+
 def test_bytes_without_a_formula_grow_in_proportion() -> None:
     """As in a plan that was made by hand."""
     plan = skipping()
