@@ -31,20 +31,3 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
-
-// Every number of micro-batches has been simulated, and is a part of the page: the slider chooses which is shown.
-const controls = document.querySelector(".chunks");
-const variants = [...document.querySelectorAll("[data-chunks]")];
-if (controls && variants.length > 1) {
-  const slider = controls.querySelector("input");
-  const output = controls.querySelector("output");
-  const show = () => {
-    const chosen = Number(slider.value);
-    variants.forEach((variant, place) => { variant.hidden = place !== chosen; });
-    output.textContent = variants[chosen].dataset.label;
-    slider.setAttribute("aria-valuetext", variants[chosen].dataset.label);
-  };
-  slider.addEventListener("input", show);
-  controls.hidden = false;
-  show(); // a browser may have kept the place of the slider
-}

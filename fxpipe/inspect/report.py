@@ -1,17 +1,16 @@
 """A report: a plan and its steps as one HTML file, which needs no other file and no network.
 
-Scripts only sort the tables, and show steps with other numbers of micro-batches, simulated when the report was written.
+A script only sorts the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import fxpipe
 from fxpipe import __version__
-from fxpipe.errors import FxpipeError
 from fxpipe.inspect import plan_text, step_summary
 from fxpipe.inspect.gantt import draw_gantt
 from fxpipe.inspect.stage_graph import draw_stage_graph
@@ -20,7 +19,6 @@ from fxpipe.inspect.table import Cell, Column, Table, bytes_column, device_table
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.figures import StageFigures, plan_figures
 from fxpipe.simulation import Simulation
-from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.text_table import number_ranges
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, three_digits
@@ -30,7 +28,7 @@ CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script
 
 
 def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequence[step_summary.Outcome] = ()) -> None:
-    """Writes a report of the plan: one HTML page with all tables and pictures, and a slider for micro-batches.
+    """Writes a report of the plan: one HTML page with all tables and pictures.
 
         save_report(plan, "report.html", title="U-Net on four devices")
 
@@ -58,7 +56,7 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[step_summary.Out
     schedules = step_summary.schedules_table(step_summary.schedule_outcomes(plan))
     devices = step_summary.sweep_table(sweep).for_report("numbers of devices") if sweep else ""
     sections = (
-        ("step", "A step", steps_section(plan)),
+        ("step", "A step", step_section(plan, fxpipe.simulate(plan))),
         ("stages", "Stages", stages_section(plan)),
         ("graph", "Graph", _figure("graph", draw_stage_graph(plan))),
         ("portals", "Portals", portals_section(plan)),
@@ -113,67 +111,7 @@ def _note(line: str) -> str:
     return f'<p class="aside">{escape_markup(line)}</p>'
 
 
-MAX_CHUNKS = 512
-MAX_STAGE_CELLS = 10_000  # stages times micro-batches: more take seconds to simulate, and their picture is grey
-
-
-def chunks_variants(plan: Plan) -> dict[int, Simulation]:
-    """Simulates 1, 2, 4, ... micro-batches and the plan's number; only the latter if the schedule is a fixed table."""
-    variants: dict[int, Simulation] = {}
-    for chunks in chunks_to_compare(plan):
-        try:
-            simulation = fxpipe.simulate(plan, chunks=chunks)
-            variants[simulation.micro_batches] = simulation  # fewer than `chunks` if there are fewer samples
-        except FxpipeError:
-            if chunks == plan.micro_batches:
-                raise
-    return variants
-
-
-def chunks_to_compare(plan: Plan) -> Iterator[int]:
-    most = min(plan.batch or 4 * plan.chunks, MAX_CHUNKS, max(plan.micro_batches, MAX_STAGE_CELLS // len(plan.stages)))
-    powers = {2**k for k in range(most.bit_length()) if 2**k <= most}
-    yield from sorted(powers | {plan.micro_batches})
-
-
-def steps_section(plan: Plan) -> str:
-    """Formats a part for each number of micro-batches, with a slider; the plan's part is visible."""
-    variants, batch = chunks_variants(plan), plan.batch or plan.micro_batch * plan.micro_batches
-    samples = {chunks: largest_micro_batch(batch, chunks) for chunks in variants}
-    labels = [
-        f"{count_text(chunks, 'micro-batch', 'es')} of {'' if chunks == 1 else 'at most '}{count_text(size, 'sample')}"
-        for chunks, size in samples.items()
-    ]
-    parts = [
-        f'<div data-chunks="{chunks}" data-label="{label}"{"" if chunks == plan.micro_batches else " hidden"}>\n'
-        f"{_step_part(plan, simulation)}\n</div>"
-        for (chunks, simulation), label in zip(variants.items(), labels, strict=True)
-    ]
-    if len(variants) == 1:
-        return parts[0]
-    own = list(variants).index(plan.micro_batches)
-    slider = (
-        '<div class="chunks" hidden>\n<label for="chunks">Micro-batches</label>\n'
-        f'<input id="chunks" type="range" min="0" max="{len(variants) - 1}" step="1" value="{own}" '
-        f'autocomplete="off">\n<output for="chunks">{labels[own]}</output>\n</div>'
-    )
-
-    def chunks_cell(row: step_summary.Outcome) -> Cell:
-        chunks = row.run.micro_batches if row.run else 0
-        return Cell(str(chunks), chunks, "the plan's" if chunks == plan.micro_batches else "")
-
-    runs = [step_summary.summarize_step(simulation, plan) for simulation in variants.values()]
-    rows = [step_summary.Outcome(run.schedule, len(plan.row_devices), run) for run in runs]
-    columns: list[Column[step_summary.Outcome]] = [
-        Column("micro-batches", chunks_cell),
-        number_column("samples in one", lambda row: samples[row.run.micro_batches] if row.run else None),
-        *step_summary.run_columns(rows),
-    ]
-    overview = Table(columns, rows).for_report("micro-batches")
-    return "\n".join([slider, *parts, "<h3>Numbers of micro-batches compared</h3>", overview])
-
-
-def _step_part(plan: Plan, simulation: Simulation) -> str:
+def step_section(plan: Plan, simulation: Simulation) -> str:
     names = [f"{d}: {name}".removesuffix(": ") for d, name in enumerate(simulation.devices)]
     table = device_table(simulation)
     stages = [[str(j) for j, rows in enumerate(plan.stage_rows) if row.index in rows] for row in table.rows]

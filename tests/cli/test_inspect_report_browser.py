@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.drawn_plans import drawn_plan, portals_between
 
-from fxpipe.inspect.report import chunks_variants, save_report
+import fxpipe
+from fxpipe.inspect.report import save_report
 from fxpipe.inspect.step_summary import outcome_of
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.data import OpaqueNode, TiedParameter
@@ -71,16 +72,6 @@ def opened(browser, path: Path, width: int = WIDE, **options) -> Iterator:
     context.close()
 
 
-def visible_figures(page) -> dict[str, str]:
-    """What the figures say that are seen: by their names, without the notes below them."""
-    boxes = page.locator("[data-chunks]:not([hidden]) .facts div")
-    texts = [
-        boxes.nth(k).evaluate("e => [e.children[0].textContent, e.children[1].firstChild.textContent]")
-        for k in range(boxes.count())
-    ]
-    return {name: value for name, value in texts}
-
-
 def column(page, table: str, header: str) -> list[str]:
     return page.evaluate(
         """([label, header]) => {
@@ -97,37 +88,22 @@ def bytes_of(text: str) -> float:
     return float(number) * 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
 
 
-def test_the_slider_shows_the_simulation_of_each_number_of_micro_batches(browser, report, plan):
-    expected = chunks_variants(plan)
-    assert list(expected) == [1, 2, 4, 8, 16]
+def test_figures_are_of_the_simulated_step(browser, report, plan):
+    simulation = fxpipe.simulate(plan)
     with opened(browser, report) as page:
-        slider = page.locator("#chunks")
-        assert slider.is_visible()
-        slider.focus()
-        slider.press("Home")
-        seen = []
-        for place, (chunks, simulation) in enumerate(expected.items()):
-            if place:
-                slider.press("ArrowRight")
-            parts = page.locator("[data-chunks]:visible")
-            assert parts.count() == 1
-            assert parts.get_attribute("data-chunks") == str(chunks)
-            found = visible_figures(page)
-            assert found["Step"] == human_seconds(simulation.step_seconds)
-            assert found["Bubble"] == f"{100 * simulation.mean_bubble:.1f} %"
-            assert found["Most memory"] == human_bytes(max(memory.peak for memory in simulation.memory))
-            assert page.locator("output").inner_text().startswith(f"{chunks} micro-batch")
-            assert f"{chunks} micro-batch" in parts.locator("svg").first.get_attribute("aria-label")
-            seen.append(found["Step"])
-        assert len(set(seen)) == len(expected)
+        boxes = page.locator("#step .facts div")
+        texts = [
+            boxes.nth(k).evaluate("e => [e.children[0].textContent, e.children[1].firstChild.textContent]")
+            for k in range(boxes.count())
+        ]
+        found = {name: value for name, value in texts}
+        assert found["Step"] == human_seconds(simulation.step_seconds)
+        assert found["Bubble"] == f"{100 * simulation.mean_bubble:.1f} %"
+        assert found["Most memory"] == human_bytes(max(memory.peak for memory in simulation.memory))
 
 
-def test_without_scripts_there_is_the_plan_itself_and_every_table(browser, report, plan):
+def test_without_scripts_there_is_every_table(browser, report):
     with opened(browser, report, java_script_enabled=False) as page:
-        parts = page.locator("[data-chunks]:visible")
-        assert parts.count() == 1
-        assert parts.get_attribute("data-chunks") == str(plan.micro_batches)
-        assert not page.locator("#chunks").is_visible()
         for label in ("stages", "portals", "schedules", "devices"):
             assert page.locator(f'[aria-label="{label}"] table:visible').count() >= 1, label
         assert page.locator("th button").count() == 0
@@ -182,7 +158,7 @@ def test_nothing_overflows_and_all_is_legible(browser, report, width, scheme):
         assert (light > dark) == (scheme == "light")
         assert abs(light - dark) > 450  # of 765
         cut_off = page.evaluate(
-            """() => [...document.querySelectorAll("h1, h2, h3, p, li, dt, dd, label, output, summary")]
+            """() => [...document.querySelectorAll("h1, h2, h3, p, li, dt, dd, summary")]
                 .filter((e) => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent)"""
         )
         assert cut_off == []
@@ -212,5 +188,4 @@ def test_on_paper_all_rows_are_there(browser, report):
         page.emulate_media(media="print")
         assert page.evaluate("document.documentElement.scrollWidth") <= 760
         assert not page.locator("nav").is_visible()
-        assert not page.locator(".chunks").is_visible()
         assert page.locator('[aria-label="portals"]').evaluate("e => e.scrollHeight <= e.clientHeight + 1")
