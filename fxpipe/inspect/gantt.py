@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby, product
+from itertools import accumulate, groupby
 from math import ceil
 from pathlib import Path
 
@@ -23,16 +23,14 @@ from fxpipe.inspect import style, svg
 from fxpipe.inspect.table import device_table
 from fxpipe.scheduling.actions import ActionKind
 from fxpipe.simulation import MemoryFit, MemoryParts, MemoryTimeline, Span
-from fxpipe.simulation.timeline import MEMORY_PARTS, HasTimeline, StepTimeline, has_looped_stages, span_names
+from fxpipe.simulation.timeline import MEMORY_PARTS, HasTimeline, StepTimeline, span_names
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 MAX_BOXES = 4000
 INSTANT = 1.0  # the width of an action that takes no time
-NEARLY_ALL = 0.8  # share of the boxes of a kind that a name must fit; the others have no name
 RIM = 5.0  # narrower boxes have no rim: it would hide the colour
 SMALLEST_TEXT = 6.5  # font size
-LEADING = 1.15  # line spacing, as a factor of the font size
 NAME_SLACK = 1.6  # points next to a name
 
 
@@ -65,36 +63,14 @@ def action_boxes(step: StepTimeline, layout: GanttLayout) -> Iterator[svg.Item]:
 
 
 def box_names(step: StepTimeline, layout: GanttLayout) -> Iterator[svg.Text]:
-    """Names the boxes of a kind on a device in one form: the longest and largest that fits nearly all, or the first."""
-    # The forms are `F3`, then `3`; if a device has several stages, `2F3`, then 2 above 3.
-    letters, loops = layout.letters, has_looped_stages(step.spans)
-    if letters < SMALLEST_TEXT:
-        return
-    spans_by_kind: defaultdict[tuple[int, ActionKind], list[tuple[Span, str]]] = defaultdict(list)
+    """Names the boxes, in their middle, whose names fit: `F3`, or `2F3` if a device has several stages."""
+    size = layout.letters
     for span, name in zip(step.spans, span_names(step.spans), strict=True):
-        spans_by_kind[span.device, span.action.kind].append((span, name))
-    for row in spans_by_kind.values():
-        options: list[list[list[svg.Text]]] = []  # by form, the lines of each name that fits
-        for is_short, size in product((False, True), (letters, smaller_text_size(letters))):
-            options.append([])
-            for span, name in row:
-                numbers = (span.action.stage, span.action.micro_batch)[0 if loops else 1 :]
-                options[-1] += _fitting_lines(list(map(str, numbers)) if is_short else [name], size, span, layout)
-        chosen = next((names for names in options if len(names) >= NEARLY_ALL * len(row)), options[0])
-        yield from chain(*chosen)
-
-
-def _fitting_lines(lines: Sequence[str], size: float, span: Span, layout: GanttLayout) -> Iterator[list[svg.Text]]:
-    """Yields the lines in the middle of a span's box if they fit."""
-    (_, left, right), depth = layout.places(span), size * (1 + LEADING * (len(lines) - 1))
-    if max(style.text_width(line, size) for line in lines) + NAME_SLACK <= right - left and depth <= layout.height:
-        fill = svg.PAPER if span.action.kind in style.DARK_KINDS else style.INK
-        x, y = (left + right) / 2, layout.y(span.device) + (layout.height - depth) / 2 + 0.86 * size
-        yield [svg.Text(x, y + k * LEADING * size, line, size, fill, "middle") for k, line in enumerate(lines)]
-
-
-def smaller_text_size(letters: float) -> float:
-    return max(SMALLEST_TEXT, letters * 0.75)
+        _, left, right = layout.places(span)
+        if size >= SMALLEST_TEXT and style.text_width(name, size) + NAME_SLACK <= right - left:
+            fill = svg.PAPER if span.action.kind in style.DARK_KINDS else style.INK
+            y = layout.y(span.device) + (layout.height - size) / 2 + 0.86 * size
+            yield svg.Text((left + right) / 2, y, name, size, fill, "middle")
 
 
 MAX_PANELS = 8  # devices
@@ -195,7 +171,7 @@ class GanttLayout:
     @property
     def letters(self) -> float:
         """The font size in boxes."""
-        return min(11.0, self.height * 0.68)
+        return letters_of(self.height)
 
     def y(self, device: int) -> float:
         return self.top + device * self.pitch
@@ -209,6 +185,10 @@ class GanttLayout:
         return frame.x(span.start), frame.x(span.start + span.receiving), frame.x(span.end)
 
 
+def letters_of(height: float) -> float:
+    return min(11.0, height * 0.68)
+
+
 def gantt_layout(step: StepTimeline) -> GanttLayout:
     pitch = min(HIGHEST_PITCH, max(LOWEST_PITCH, ROWS_HEIGHT / max(1, len(step.devices))))
     height = pitch * 0.82 if pitch > 8 else pitch - 1
@@ -218,10 +198,8 @@ def gantt_layout(step: StepTimeline) -> GanttLayout:
     left = GANTT_MARGIN + max((style.text_width(label, LABEL_SIZE) for label in labels), default=0) + 8
     width = NARROWEST_GANTT
     if taking := sorted(span.seconds - span.receiving for span in step.spans if span.seconds > span.receiving):
-        # Most names fit in the usual font size, and nearly all in the small font size.
-        longest, letters = max(span_names(step.spans), key=len), min(11.0, height * 0.68)
-        ways = ((letters, taking[len(taking) // 2]), (smaller_text_size(letters), taking[len(taking) // 10]))
-        wanted = max((style.text_width(longest, size) + NAME_SLACK) * step.seconds / seconds for size, seconds in ways)
+        longest, seconds = max(span_names(step.spans), key=len), taking[len(taking) // 10]  # nearly all names fit
+        wanted = (style.text_width(longest, letters_of(height)) + NAME_SLACK) * step.seconds / seconds
         width = min(WIDEST_GANTT, max(NARROWEST_GANTT, 1.01 * wanted))
     frame = style.TimeAxis(left, left + width, step.seconds)
     return GanttLayout(labels, figures, frame, GANTT_MARGIN + 68, pitch, height)
@@ -233,10 +211,7 @@ def draw_gantt(step: StepTimeline, *, title: str = "") -> svg.Scene:
     frame = layout.frame
     labels = list(_row_labels(layout))
     width = max(frame.right + 8 + 70, *(label.x for label in labels)) + GANTT_MARGIN
-    names = list(box_names(step, layout))
     headline, facts = " ".join(svg.printable(title).split()) or _headline(step), _facts(step)
-    if has_looped_stages(step.spans) and any(name.text.isdecimal() for name in names):
-        facts += "; numbers in boxes: stage above micro-batch"
 
     bottom = end = layout.top + n * layout.pitch
     chart: list[svg.Item] = []
@@ -258,7 +233,7 @@ def draw_gantt(step: StepTimeline, *, title: str = "") -> svg.Scene:
     items = (
         *ticks,
         *action_boxes(step, layout),
-        *names,
+        *box_names(step, layout),
         *chart,
         svg.Text(GANTT_MARGIN, GANTT_MARGIN + 14, bold_title, 15, is_bold=True),
         svg.Text(GANTT_MARGIN, GANTT_MARGIN + 32, style.fit_text(facts, width - 2 * GANTT_MARGIN, 11), 11, style.FAINT),
