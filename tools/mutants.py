@@ -1523,9 +1523,9 @@ TRACING = (
     ),
     Mutant(
         "distributed/rank_engine.py",
-        "(is_whole or program.head is not None)",
-        "is_whole",
-        "behaviour/test_over_ranks_data_parallel.py::test_a_loss_of_the_samples_of_all_replicas_is_refused",
+        "if replicas.count > 1 and inputs.union.head is not None:",
+        "if False:",
+        "behaviour/test_over_ranks_data_parallel.py::test_what_samples_of_all_replicas_share_is_refused",
     ),
     Mutant(
         "tracing/verify/sample_rows.py",
@@ -2052,8 +2052,8 @@ DISTRIBUTED = (
     ),
     Mutant(
         "distributed/replicas.py",
-        "portions=[start.batch / batch for start in starts],",
-        "portions=[1 / len(starts) for start in starts],",
+        "    portions = [start.batch / batch for start in starts]",
+        "    portions = [1 / len(starts) for start in starts]",
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(

@@ -69,7 +69,6 @@ class Connection(PendingMessages):
         self.rank, self.size = rank, size
         longest = timedelta(seconds=max(timeout, LONG_SECONDS))
         self._group: Any = ProcessGroupGloo(store, rank, size, longest) if size > 1 else None
-        self.heard: dict[int, str] = {}  # by rank, the last message received
 
     def close(self) -> None:
         """Closes the connections: ranks that wait for this rank fail."""
@@ -89,9 +88,7 @@ class Connection(PendingMessages):
 
     def receive(self, peer: int, tag: int, what: str) -> torch.Tensor:
         """Returns the expected bytes. `what`: the message, as text for errors."""
-        memory = self._arrived(tag, f"{what} of rank {peer}")
-        self.heard[peer] = what
-        return memory
+        return self._arrived(tag, f"{what} of rank {peer}")
 
     def _collective(self, begin: Callable[[Any, timedelta], Any], what: str, is_long: bool) -> None:
         timeout = timedelta(seconds=LONG_SECONDS) if is_long else self._timeout

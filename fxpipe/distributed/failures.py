@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fxpipe._torch.process_groups import PrefixStore, Store
@@ -74,7 +74,6 @@ class FailureReport:
     doing: str  # the last action it began
     waiting: str = ""  # the awaited message; empty if its code raised
     error: str = ""  # the exception, with its notes
-    heard: dict[int, str] = field(default_factory=dict)  # by rank number, the last message received
 
 
 class FailureBoard:
@@ -136,16 +135,7 @@ class FailureBoard:
             state += " longer than timeout=)"
         else:
             state = "is gone: its process has ended" if is_one else "are gone: their processes have ended"
-        last = [
-            f"the last that came from {self._name(number)}: {report.heard[number]} (to {self._name(report.number)})"
-            for number in sorted(silent)
-            for report in reports.values()
-            if number in report.heard
-        ]
-        return DistributedError(
-            f"{self._name(*sorted(silent))} {state}; {here}"
-            + (f"; {'; '.join(last)}" if last else "; nothing has come from it in this step")
-        )
+        return DistributedError(f"{self._name(*sorted(silent))} {state}; {here}")
 
 
 def rank_names(numbers: Iterable[int], size: int, replicas: int = 1) -> str:

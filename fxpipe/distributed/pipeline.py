@@ -62,12 +62,11 @@ class DistributedPipeline(Pipeline):
         loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
 
     A step processes the *union* of these mini-batches: loss and gradients are the plain model's on the union, also if
-    replicas have unequal numbers of samples, or of tokens if the loss is a pair (total, weight). Do not divide by the
-    number of replicas. (A loss that is not a mean over samples is detected if the micro-batches of one replica show it;
-    replicas with one micro-batch each are not compared.) Parameters and buffers start with the values of the first
-    replica; buffers that a training step changes get its values on all, as DDP does at its next forward. Random numbers
-    equal those of one process that trains on the union, drawn from the generator of the first replica's first stage.
-    Each replica evaluates separately.
+    replicas have unequal numbers of samples, or of tokens if the loss is a pair (total, weight). If the loss needs all
+    samples together, every replica computes it from the outputs and targets of all. Do not divide by the number of
+    replicas. (If replicas have one micro-batch each, nothing detects a loss that is not a mean over samples.)
+    Parameters and buffers start with the values of the first replica; buffers that a training step changes get its
+    values on all. Random numbers equal the numbers of one process that trains on the union. Replicas evaluate alone.
 
     `forward_backward` works as in one process (`Pipeline.forward_backward`). Inputs are read on the rank of the first
     stage (`needs_inputs`), target and loss_fn on the rank of the last stage (`needs_target`); other ranks may pass
@@ -75,12 +74,11 @@ class DistributedPipeline(Pipeline):
     equal arguments; if a gradient is infinite on one rank it is set to infinite on all, so all skip the update. If a
     step fails on one rank, all raise (`DistributedError` names the rank), and gradients and buffers are unchanged.
 
-    `train_stream` gives the same bits as one process. All ranks iterate and get all losses; each has a
-    `fxpipe.optim.StageOptimizer`, which updates its stage. The rank of the first stage reads the inputs of `batches`
-    and decides when they end, the rank of the last stage the targets; others may pass `batches=()`. The stream ends for
-    all ranks if the rank of the first stage leaves its loop; another rank that leaves still runs its stage until then.
-    `with pipe.train_stream(...) as losses:` always ends the stream, and reports an exception in its block to the other
-    ranks. Mini-batch t is the union of the t-th mini-batches of all replicas; the first replica to end ends it for all.
+    `train_stream` gives the same bits as one process. All ranks iterate and get all losses; the
+    `fxpipe.optim.StageOptimizer` of each updates its stage. The rank of the first stage reads the inputs of `batches`,
+    the rank of the last stage the targets; others may pass `batches=()`. The stream ends for all ranks if the rank of
+    the first stage leaves its loop. `with pipe.train_stream(...) as losses:` also reports an exception in its block to
+    the other ranks. Mini-batch t is the union of the t-th mini-batches of all replicas, until a replica has no more.
     """
 
     __slots__ = ()
@@ -175,17 +173,13 @@ class DistributedPipeline(Pipeline):
     def _own(self) -> set[int]:
         return {id(tensor) for tensor in self._fxpipe.own_tensors().values()}
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        own, named = self._own(), self._fxpipe_model.named_parameters(prefix, recurse, remove_duplicate)
-        yield from (item for item in named if id(item[1]) in own)
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        own = self._own()
+        yield from (item for item in self._fxpipe_model.named_parameters(*args, **kwargs) if id(item[1]) in own)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        own, named = self._own(), self._fxpipe_model.named_buffers(prefix, recurse, remove_duplicate)
-        yield from (item for item in named if id(item[1]) in own)
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        own = self._own()
+        yield from (item for item in self._fxpipe_model.named_buffers(*args, **kwargs) if id(item[1]) in own)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns this rank's part of the state, under the model's keys; `torch.distributed.checkpoint` saves it."""
@@ -241,13 +235,10 @@ class DistributedPipeline(Pipeline):
         self._fxpipe.group.leave()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        raise StateError(
-            "a pipe over processes cannot be copied: it is one of several, with connections to the others; make "
-            "another with fxpipe.pipeline, or copy state_dict()"
-        )
+        raise StateError("a pipe over processes cannot be copied or pickled: save its state_dict(), or make another")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise StateError("a pipe over processes cannot be pickled: save its state_dict()")
+        return self.__deepcopy__({})  # type: ignore[return-value]
 
 
 def distributed_state(pipe: object) -> RankState:

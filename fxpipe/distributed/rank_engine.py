@@ -191,10 +191,8 @@ class RankEngine(Engine):
         """Runs a step and adds its gradients to `.grad` on this rank; returns the loss, and outputs or None."""
         last, m, is_whole = inputs.union.last, schedule.micro_batches, inputs.takes_all(call.reduction)
         is_last = self.group.rank == last
-        kind = None  # micro-batches from the caller are not compared with a mini-batch
-        self.refuse_sharing(inputs.union, is_whole or call.reduction == "batch")
-        if is_last and not inputs.is_handed_over and not is_whole:
-            kind = self.loss_histories.of(inputs, call)
+        # Micro-batches from the caller are not compared with a mini-batch.
+        kind = self.loss_histories.of(inputs, call) if is_last and not inputs.is_handed_over and not is_whole else None
         mailbox, exchange = self._open(inputs)
         gradients = RankGradients(self, inputs)
         part = self.begin(inputs, gradients, call.reduction, is_last)
@@ -217,6 +215,9 @@ class RankEngine(Engine):
             report = StepReport(has_hooks, self._loss_scale(call.scaler))
             if one.loss is not None:
                 self.refuse_strange_leaves(one.loss)
+                if part.takes_all and part.replica:  # the first replica has the gradients of the same loss
+                    for leaf, gradient, count in parameters_of_loss(one):
+                        one.loss.own[id(leaf)] = (leaf, torch.zeros_like(gradient), count)
                 report.loss = loss_of_replica(one.loss.losses)
             if one.loss is not None and kind is not None:
                 # The micro-batches of all replicas add up to the loss, which is not verified here.
@@ -263,8 +264,11 @@ class RankEngine(Engine):
     ) -> ReplicaPart:
         """Exchanges messages with the other replicas about a step, or the first mini-batch of a graph in a stream."""
         replicas = self.replicas
+        if replicas.count > 1 and inputs.union.head is not None:
+            what = "forward computes what all samples share, and replicas of the pipe do not gather their inputs"
+            raise LossError(f"{what}: train with one replica")
         start = self.start_of(inputs, reduction, gradients.parameters, in_stream)
-        start = start if is_last else replace(start, known=None)
+        start = start if is_last and not start.joint else replace(start, known=None)
         part = replicas.begin(start, () if inputs.is_handed_over else inputs.bound.combinations, in_stream)
         assert part is not None
         if replicas.count > 1 and start.is_synced:
@@ -279,14 +283,9 @@ class RankEngine(Engine):
         """Returns this rank's message to the other replicas about a mini-batch. `parameters`: in the reduction."""
         seed = inputs.seed if any(program.is_random for program in inputs.programs) else None
         is_synced, changes_buffers = self.replicas.is_synced or in_stream, bool(self.changed_here(inputs))
-        own = digest(parameters), changes_buffers, inputs.known, self.replicas.may_differ
+        joint = str(inputs.bound.out_dims) if inputs.takes_all(reduction) else ""
+        own = digest(parameters), changes_buffers, inputs.known, self.replicas.may_differ, joint
         return ReplicaStart(inputs.batch, len(inputs.samples), seed, is_synced, reduction, *own)
-
-    def refuse_sharing(self, program: RankProgram, is_whole: bool = False) -> None:
-        """Raises `LossError` if replicas of the pipe would have to gather samples."""
-        if self.replicas.count > 1 and (is_whole or program.head is not None):
-            what = "the loss needs all samples together" if is_whole else "forward computes what all samples share"
-            raise LossError(f"{what}, and replicas of the pipe do not gather them: train with one replica")
 
     def _loss_scale(self, scaler: torch.amp.GradScaler | None) -> float | None:
         if scaler is None:
@@ -304,6 +303,7 @@ class RankEngine(Engine):
         known = map_tensor_leaves(lambda t: t.to(self.group.device), dict(part.known or {}))
         losses = self.losses_of(inputs, call, is_verified, known)
         losses.portion, losses.unit = part.portions[part.replica], self.replicas.unit(part)
+        losses.gather = functools.partial(self.replicas.gather, part, inputs) if part.takes_all else None
         return losses
 
     def refuse_strange_leaves(self, stage: LossStage) -> None:

@@ -33,15 +33,10 @@ def process_group_of(argument: str, devices: DeviceMesh | dist.ProcessGroup) -> 
     """Returns the process group and device type of an argument; raises `ArgumentError` for a process outside of it."""
     if isinstance(devices, DeviceMesh):
         if devices.ndim != 1:
-            names, remedy = devices.mesh_dim_names, "a mesh with mesh_dim_names=, and devices=mesh[name]"
-            if names:
-                pipe = "pipe" if "pipe" in names else "pp" if "pp" in names else names[-1]
-                others = [name for name in names if name != pipe]
-                remedy = f"devices=mesh[{pipe!r}]"
-                remedy += f", data_parallel=mesh[{others[0]!r}]" if len(others) == 1 else ""
             raise ArgumentError(
-                f"{argument} is a mesh of {devices.ndim} dimensions {tuple(devices.shape)}; a pipe runs along one of "
-                f"them, and its replicas along another: give {remedy}"
+                f"{argument} is a mesh of {devices.ndim} dimensions {tuple(devices.shape)}, with mesh_dim_names="
+                f"{devices.mesh_dim_names}; a pipe runs along one of them, and its replicas along another: with the "
+                'names ("data", "pipe") give devices=mesh["pipe"], data_parallel=mesh["data"]'
             )
         if devices.get_coordinate() is None:
             raise ArgumentError(
@@ -198,9 +193,7 @@ class RankGroup:
             raise board.cause(report, lost)
 
     def _report(self, waiting: str = "", error: str = "") -> FailureReport:
-        heard, first = {} if self._connection is None else self._connection.heard, self.replica * self.size
-        heard = {first + peer: what for peer, what in heard.items()}
-        return FailureReport(first + self.rank, self.doing, waiting, error, heard)
+        return FailureReport(self.replica * self.size + self.rank, self.doing, waiting, error)
 
     def _connect(self) -> Connection:
         if self._connection is None:
@@ -222,7 +215,6 @@ class RankGroup:
             except (RuntimeError, ConnectionLost) as error:
                 self._fail(self._report(error=f"no connection to the other ranks: {error}"))
                 raise DistributedError(f"no connection to the other ranks: {error}") from error
-        self.connection.heard.clear()
         return self.connection
 
     def _meet(self, group: dist.ProcessGroup, kind: str) -> Store:

@@ -221,6 +221,7 @@ class RankState(PipelineState):
             job.inputs,
             bounds=programs,
             union=RankProgram.union(programs),
+            replicas=self.group.replica_count,
             leaves=leaves if is_handed_over else leaves[0],
             known=map_tensor_leaves(lambda t: t.to(self.group.device), job.inputs.known),
         )

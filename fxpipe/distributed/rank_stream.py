@@ -177,7 +177,6 @@ class RankStream(Stream):
     def begin_segment(self, inputs: RankInputs) -> ReplicaPart:
         """Returns this replica's part in the first mini-batch of a graph. All ranks call it."""
         engine = self.engine
-        engine.refuse_sharing(inputs.union)
         gradients = RankGradients(engine, inputs)
         self.end.summed = gradients.parameters
         part = engine.begin(inputs, gradients, self.loss.reduction, self.end.is_last, in_stream=True)

@@ -18,13 +18,14 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.process_groups import ProcessGroupGloo
 from fxpipe.cluster import BUCKET_BYTES
 from fxpipe.distributed.connection import content_of, lost_connection
@@ -32,10 +33,15 @@ from fxpipe.distributed.device_transfers import WAITED_FOR, DeviceSums
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import InternalError, LossError, StateError
 from fxpipe.runtime.commit import add_gradient
-from fxpipe.runtime.loss_checks import LossEvidence
+from fxpipe.runtime.loss_checks import EXACT_DTYPES, LossEvidence
 from fxpipe.runtime.losses import LARGEST_UNIT, MicroBatchLosses
 from fxpipe.runtime.mini_batch import MiniBatch
+from fxpipe.runtime.step_inputs import GivenInputs, combine, tensor_requires_grad
+from fxpipe.utils import accelerator
+from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.output_combination import OutputCombination
+from fxpipe.utils.python_objects import equal_values
+from fxpipe.utils.pytree import map_tensor_leaves
 
 StageParameter = tuple[str, int]  # parameter name, stage that uses it
 NEXT_MINI_BATCH = "the next mini-batches of the other replicas"
@@ -54,6 +60,7 @@ class ReplicaStart:
     changes_buffers: bool  # True if forward changes buffers that the rank holds
     known: Mapping[int, Any] | None = None  # from the rank of the last stage: pieces of its mini-batch, by index
     may_differ: bool = False  # True if its weights may differ from other replicas
+    joint: str = ""  # dimensions of the outputs, if the loss needs all samples together
 
 
 def digest(parameters: Mapping[StageParameter, torch.Tensor]) -> str:
@@ -73,6 +80,7 @@ class ReplicaPart:
     changes_buffers: bool = False  # True if the first replica changes buffers that this rank holds
     known: Mapping[int, Any] | None = None  # pieces of the union
     may_differ: bool = False
+    takes_all: bool = False  # True if the replicas compute the loss of the union
 
     @property
     def first(self) -> int:
@@ -85,46 +93,43 @@ def part_of(starts: Sequence[ReplicaStart], replica: int, combinations: Sequence
         ("is_synced", "call forward_backward within no_sync() and without"),
         ("reduction", "call forward_backward with different values of reduction"),
         ("parameters", "train different parameters (requires_grad)"),
+        ("joint", "compute different losses of all samples together, as forward does different things"),
     ):
         values = [getattr(start, name) for start in starts]
         if len({*values}) > 1:
             other = next(k for k, value in enumerate(values) if value != values[0])
             raise StateError(f"replica 0 and replica {other} {what}: all replicas do the same")
     batch = sum(start.batch for start in starts)
+    portions = [start.batch / batch for start in starts]
     firsts = [sum(start.micro_batches for start in starts[:k]) for k in range(len(starts))]
     return ReplicaPart(
         seed=next((start.seed for start in starts if start.seed is not None), 0),
         micro_batches=sum(start.micro_batches for start in starts),
         batch=batch,
-        portions=[start.batch / batch for start in starts],
+        portions=portions,
         firsts=firsts,
         replica=replica,
         changes_buffers=starts[0].changes_buffers,
-        known=_known_of_union(starts, batch, combinations),
+        known=_known_of_union(starts, portions, combinations),
         may_differ=any(start.may_differ for start in starts),
+        takes_all=bool(starts[0].joint) and len(starts) > 1,
     )
 
 
 def _known_of_union(
-    starts: Sequence[ReplicaStart], batch: int, combinations: Sequence[OutputCombination]
+    starts: Sequence[ReplicaStart], portions: Sequence[float], combinations: Sequence[OutputCombination]
 ) -> Mapping[int, Any] | None:
     """Combines the known pieces of all replicas into the pieces of the union."""
     if starts[0].known is None:
         return None
-    places = [frozenset(start.known or ()) for start in starts]
-    if len({*places}) > 1:
+    known = [start.known or {} for start in starts]
+    if any(one.keys() != known[0].keys() for one in known):
         raise LossError(
-            "the loss that the model itself takes goes together in different ways on different replicas, as forward "
-            "concludes different things from their inputs; return (total, weight) from a loss_fn"
+            "the model's loss is put together differently on each replica: return (total, weight) of loss_fn"
         )
-    hows = {place: how for one in combinations for place, how in zip(one.pieces, one.reductions, strict=True)}
-    union: dict[int, Any] = {}
-    for place in places[0]:
-        values, how = [start.known[place] for start in starts if start.known is not None], hows.get(place)
-        if how == "mean":
-            values = [value * (start.batch / batch) for value, start in zip(values, starts, strict=True)]
-        union[place] = sum(values[1:], values[0]) if how in ("sum", "mean") else values[0]
-    return union
+    pieces = [(place, how) for one in combinations for place, how in zip(one.pieces, one.reductions, strict=True)]
+    hows = {place: how for place, how in pieces if not isinstance(how, int)}
+    return {place: combine([one[place] for one in known], hows.get(place), portions, "a loss") for place in known[0]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +176,8 @@ def check_scales(reports: Sequence[Sequence[StepReport]]) -> None:
 def loss_of_replica(losses: MicroBatchLosses) -> ReplicaLoss:
     """Returns the loss as a message to other replicas. Raises `LossError` if it does not require grad."""
     loss = losses.total()
-    values = (losses.sum_of_totals, losses.weight, losses.unit) if losses.returns_weights else (loss,)
+    pair = map(losses.sum_of, (losses.values, losses.weights))
+    values = (*pair, losses.unit) if losses.returns_weights else (loss,)
     return ReplicaLoss(*(value.cpu() if isinstance(value, torch.Tensor) else value for value in values))
 
 
@@ -197,6 +203,44 @@ def buckets_of(parameters: Mapping[StageParameter, torch.Tensor]) -> list[list[S
         filling[tensor.dtype].append(key)
         sizes[tensor.dtype] += tensor.nbytes
     return sorted([*full, *filling.values()], key=lambda bucket: order.index(bucket[-1]))
+
+
+def _are_close(values: Sequence[Any]) -> bool:
+    """Returns whether values of all replicas are equal, up to rounding on different devices."""
+    first = values[0]
+    if not all(isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (first.shape, first.dtype) for x in values):
+        return all(equal_values(x, first) for x in values)
+    tolerance = 1e-4 if first.dtype in EXACT_DTYPES else 3e-2
+    return all(bool(torch.isclose(x, first, tolerance, equal_nan=True).all()) for x in values)
+
+
+def target_of_union(targets: Sequence[Any], batches: Sequence[int], rows: Collection[int] = (1,)) -> Any:
+    """Concatenates the targets of replicas: tensors with rows, and lists with an entry, for each sample.
+
+    >>> target_of_union([(torch.tensor([2, 1]), ["a", "b"], 0.5), (torch.tensor([3]), ["c"], 0.5)], [2, 1])
+    (tensor([2, 1, 3]), ['a', 'b', 'c'], 0.5)
+    """
+
+    def joined(*parts: Any) -> Any:
+        if is_dataclass(type(parts[0])):
+            of = {one.name: [getattr(part, one.name) for part in parts] for one in fields(parts[0])}
+            return replace(parts[0], **{name: target_of_union(values, batches, rows) for name, values in of.items()})
+        sizes = [len(x) if isinstance(x, list) or (isinstance(x, torch.Tensor) and x.dim()) else 0 for x in parts]
+        if not any(sizes == [batch * number for batch in batches] for number in rows):
+            if not _are_close(parts):
+                raise LossError("target has a part that is not of samples and differs between replicas: pass the same")
+            return parts[0]
+        if isinstance(parts[0], list):
+            return [entry for part in parts for entry in part]
+        if min(sizes) > 2 and all(x.dim() == 1 and x.tolist() == [*range(len(x))] for x in parts):
+            what = "target numbers the samples of each replica from 0, and the loss takes the samples of all replicas"
+            raise LossError(f"{what}: let loss_fn number them (torch.arange(len(output)))")
+        return torch.cat(parts)
+
+    try:
+        return pytree.tree_map(joined, *targets, is_leaf=lambda x: isinstance(x, list) and len(x) == batches[0])
+    except ValueError as error:
+        raise LossError(f"target has different parts on different replicas: {error}") from None
 
 
 class GradientReduction:
@@ -366,9 +410,8 @@ class Replicas:
 
     def unit(self, part: ReplicaPart) -> float | None:
         """Returns the unit of losses that are pairs; of the number of samples, while no weights are known."""
-        if self.count == 1:
-            return None
-        return 2.0 ** -(part.batch - 1).bit_length() if self._unit is None else self._unit
+        first = 2.0 ** -(part.batch - 1).bit_length() if self.count > 1 else None
+        return first if self._unit is None else self._unit
 
     @property
     def sums_gradients(self) -> bool:
@@ -386,6 +429,12 @@ class Replicas:
         """Returns the loss of the union, and the remaining divisor or None; sets the unit of the next step."""
         if len({loss.weight is None for loss in losses}) > 1:
             raise LossError("loss_fn returns (total, weight) on some replicas and a loss on others; return one kind")
+        if part.takes_all:
+            if not _are_close([loss.total for loss in losses]):
+                shown = " and ".join(f"{float(loss.total):.6g}" for loss in losses)
+                what = f"replicas compute the loss of all their samples as {shown}: loss_fn uses values that differ"
+                raise LossError(f"{what}, or random numbers of Python or numpy (those of torch are the same on all)")
+            losses, reduction = losses[:1], "sum"
         totals, weight = [loss.total for loss in losses], losses[0].weight
         if weight is None:
             if reduction == "mean":
@@ -395,6 +444,35 @@ class Replicas:
         self._unit = 2.0 ** -math.ceil(math.log2(min(max(float(abs(weight)), 1.0), LARGEST_UNIT)))
         divisor = torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1
         return torch.as_tensor(sum(totals[1:], totals[0]) / weight), losses[0].unit * divisor
+
+    @contextlib.contextmanager
+    def gather(
+        self, part: ReplicaPart, inputs: GivenInputs, own: Sequence[Any], ways: Sequence[Any], target: tuple[Any, ...]
+    ) -> Iterator[tuple[list[Any], tuple[Any, ...]]]:
+        """Yields outputs and target of the union; the block draws the random numbers of the first replica."""
+        # Gradients reach the outputs of this replica, and on the first replica also what all samples share.
+        device = self.group.device
+        generators = [*map(accelerator.default_generator, dict.fromkeys((torch.device("cpu"), device)))]
+        states = [generator.get_state() for generator in generators]
+        message = map_tensor_leaves(lambda t: t.detach().cpu().clone(), ([*own], target))
+        every = self.group.replicas.all_gather((inputs.batch, states, *message), "the samples of the other replicas")
+        batches, (states, *_), outputs, targets = zip(*every, strict=True)
+        outputs, targets = map_tensor_leaves(lambda t: t.to(device), (outputs, targets))
+        values = []
+        for value, parts, (how, what) in zip(own, zip(*outputs, strict=True), ways, strict=True):
+            if how is not None:
+                parts = (*parts[: part.replica], value, *parts[part.replica + 1 :])
+                value = combine(parts, 0 if how == "stack" else how, part.portions, what)
+            elif not _are_close(parts):
+                raise LossError(f"{what} is one value for all samples, but replicas have different ones: pass the same")
+            elif part.replica and tensor_requires_grad(value):
+                value = value.clone()
+                value.register_hook(torch.zeros_like)
+            values.append(value)
+        with accelerator.restore_generators(generators) if part.replica else contextlib.nullcontext():
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            yield values, target_of_union(targets, batches, rows_of_inputs(inputs.bound.in_dims))
 
     def finish_sum(
         self, gradients: Mapping[StageParameter, torch.Tensor], reports: Sequence[GradientReport]

@@ -17,7 +17,7 @@ from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.executors import close_all_executors
-from fxpipe.runtime.losses import LossCall, check_loss_function
+from fxpipe.runtime.losses import LossCall, check_loss_function, model_loss
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.runtime.stream import Stream
@@ -248,7 +248,8 @@ class StreamLoop:
         has_target = bool(call.target)
         if self._has_target is None:
             self._has_target = has_target
-            check_loss_function(self._loss.given_function, call.target or None)
+            function = self._loss.function
+            check_loss_function(None if function is model_loss else function, call.target or None)
         if has_target is not self._has_target:
             with_one, without = ("it", "those before it") if has_target else ("those before it", "it")
             raise ArgumentError(

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -164,9 +163,6 @@ class Engine:
         run.log.begun.append(time.perf_counter())
         self._transport = run.transport
         self.executor.run(run, rows)
-        loss = run.mini_batches[0].loss
-        if loss is not None:
-            loss.add_up_replicas()
         self._note_step(run, schedule)
 
     def _note_step(self, run: Run, schedule: Schedule) -> None:
@@ -455,7 +451,7 @@ def _mean_gradient(
 
 def _refuse_parameters_in_loss(stage: LossStage | None, updates: OverlappedUpdates | None) -> None:
     """Raises `LossError` if the loss reads weights that are updated before their gradients from the loss exist."""
-    if stage is not None and updates is not None and not updates.identities.isdisjoint(chain(*stage.sums)):
+    if stage is not None and updates is not None and not updates.identities.isdisjoint(stage.own):
         raise LossError(
             "loss_fn reads parameters of the model themselves, which an optimizer with overlap=True updates while the "
             "loss may still be taken; let forward return what the loss needs of them (a penalty, say), or leave "

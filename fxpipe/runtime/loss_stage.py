@@ -8,6 +8,7 @@ cannot be compared; computing a loss twice shows whether it draws.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -38,8 +39,7 @@ _own_lock = threading.RLock()  # held during the backward into leaves of loss fu
 NOT_AFFINE = (
     "is no sum of what samples give, nor one over a count that inputs tell: what a micro-batch adds to it depends on "
     "all the others (a product of means, as in the loss of a router; a count of hidden values; similarities of all "
-    "samples), and the backward of a micro-batch in a stream, or over replicas of the pipe, does not wait for these; "
-    "train with forward_backward, without replicas"
+    "samples), and the backward of a micro-batch in a stream does not wait for these; train with forward_backward"
 )
 
 
@@ -56,32 +56,18 @@ class LossStage:
     outputs: dict[int, list[Any]] = field(default_factory=dict)  # by micro-batch, if they are kept
     gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # for outputs, if they are verified
     others: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by micro-batch: results that are not outputs
-    # By replica of the last stage, then by identity, for leaves that loss_fn uses: tensor, sum and number of gradients.
-    sums: tuple[dict[int, tuple[torch.Tensor, torch.Tensor, int]], ...] = field(init=False)
+    # By identity, for leaves that loss_fn uses: tensor, sum and number of gradients.
+    own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     devices: Sequence[torch.device] = field(init=False)  # by micro-batch: of its loss
     run_as_caller: CallerStateRunner = field(init=False)
 
     def __post_init__(self) -> None:
         self.run_as_caller = CallerStateRunner(self.bound.state)
         replicas = self.bound.stage_devices[-1]
-        self.sums = tuple({} for _ in replicas)
         self.devices = [replicas[replica_of(i, len(replicas))] for i in range(len(self.bounds))]
         # The function refers to no step: the losses would keep it until the garbage collector ran.
         bring, home = self.exchange.transport.bring, self.bound.devices[-1]
         self.losses.bring = lambda x, device: bring(x, device or home) if isinstance(x, torch.Tensor) else x
-
-    @property
-    def own(self) -> dict[int, tuple[torch.Tensor, torch.Tensor, int]]:
-        """The sums of the first replica; after `add_up_replicas`, of all."""
-        return self.sums[0]
-
-    def add_up_replicas(self) -> None:
-        """Adds the gradient sums of other replicas to the sums of the first, in order, after all rows."""
-        for sums in self.sums[1:]:
-            for key, (leaf, gradient, count) in sums.items():
-                _, total, before = self.own.get(key, (leaf, None, 0))
-                self.own[key] = (leaf, add_gradient(total, gradient), before + count)
-            sums.clear()
 
     @property
     def bound(self) -> BoundProgram:
@@ -147,7 +133,7 @@ class LossStage:
             else:
                 value = one.of(handed_out)
                 if weight != 1 and tensor_requires_grad(value):
-                    value = _GradientRefusal.apply(value, f"{one.where} {NOT_AFFINE}")
+                    raise LossError(f"{one.where} {NOT_AFFINE}")
             combined[one.output] = value
         if reduction == "mean" and weight != 1:
             for place, how in enumerate(bound.out_dims[: bound.out_spec.num_leaves]):
@@ -169,11 +155,10 @@ class LossStage:
             # leaves. The graph is retained for the other micro-batches.
             with _own_lock, suspend_hooks(own):
                 gradients = gradients_of(wanted, [loss], [begin], keep_graph=True)
-            sums = self.sums[replica_of(i, len(self.sums))]
             for leaf, gradient in zip(own, gradients[-len(own) :], strict=True):
                 if gradient is not None:
-                    _, total, count = sums.get(id(leaf), (leaf, None, 0))
-                    sums[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
+                    _, total, count = self.own.get(id(leaf), (leaf, None, 0))
+                    self.own[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
         else:
             gradients = gradients_of(wanted, [loss], [begin])
         if reductions:
@@ -264,24 +249,17 @@ class MiniBatchLossStage(LossStage):
             self.exchange.send_gradient(self.bounds[k].wiring.links[-1][place], k, gradient)
 
     def _loss_of_all(self, rows: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-        columns = zip(zip(*rows, strict=True), self._ways(), strict=True)
-        output = self.bound.output_of([combine(parts, how, self.shares, what) for parts, (how, what) in columns])
-        if self.keep_outputs:
-            self.kept = map_tensor_leaves(torch.Tensor.detach, output)
-        return self.losses(output, 0)
+        ways, losses, bound = self._ways(), self.losses, self.bound
+        columns = zip(zip(*rows, strict=True), ways, strict=True)
+        own, target = [combine(parts, how, self.shares, what) for parts, (how, what) in columns], losses.targets[0]
+        union = losses.gather or (lambda *_: contextlib.nullcontext((own, target)))
+        with union(own, ways, target) as (values, target_of_union):
+            handed_out, computed, losses.targets = bound.handed_out(values), dict[str, Any](), [target_of_union]
+            combined = {one.output: one.of(handed_out, computed) for one in bound.combinations}
+            if self.keep_outputs:
+                kept = bound.output(bound.handed_out(own), combined)
+                self.kept = map_tensor_leaves(torch.Tensor.detach, kept)
+            return losses(bound.output(handed_out, combined), 0)
 
     def output(self, outputs: Sequence[Any] | None) -> Any:
         return self.kept  # another run of the tail could draw other random numbers
-
-
-class _GradientRefusal(torch.autograd.Function):
-    """An identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, why: str) -> torch.Tensor:
-        ctx.why = why
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        raise LossError(ctx.why)

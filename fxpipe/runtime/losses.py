@@ -11,6 +11,7 @@ Micro-batch i, with b_i of b samples, has in the loss of the mini-batch the weig
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -49,11 +50,6 @@ class LossCall:
     scaler: torch.amp.GradScaler | None = None  # in this process
     return_outputs: bool = False
 
-    @property
-    def given_function(self) -> Callable[..., Any] | None:
-        """The caller's function; None if the model's output is the loss."""
-        return None if self.function is model_loss else self.function
-
 
 def model_loss(output: Any) -> Any:
     """Returns the model's output: the loss, if there is no loss_fn."""
@@ -82,6 +78,8 @@ class MicroBatchLosses:
     takes_all: bool = False
     portion: float = 1.0  # share of this mini-batch in a larger one, for its gradients
     reads: frozenset[str] = frozenset()  # names of attributes in the code of the function and of what it may call
+    # With replicas of the pipe and `takes_all`: (outputs, their dimensions and names, target) -> the same of all.
+    gather: Callable[..., contextlib.AbstractContextManager[tuple[list[Any], tuple[Any, ...]]]] | None = None
     # Copies tensors from the device of one replica of the last stage to another; sums are on the device of the first.
     bring: Callable[[Any, torch.device | None], Any] = lambda value, device: value
 
@@ -148,34 +146,21 @@ class MicroBatchLosses:
         """The divisor of all gradients at the end, or None. If nothing counts, they stay zero, and the loss is 0/0."""
         if not self.returns_weights:
             return None
-        weight, unit = self.weight, self.bring(self.unit, None)
+        weight, unit = self.sum_of(self.weights), self.bring(self.unit, None)
         return unit * (torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1)
 
-    @property
-    def weight(self) -> Any:
-        """The weight of the mini-batch, for losses that are pairs."""
-        return self._sum(self.weights)
-
-    @property
-    def sum_of_totals(self) -> Any:
-        """The total of the mini-batch, for losses that are pairs."""
-        return self._sum(self.values)
-
-    def _sum(self, values: Sequence[Any]) -> Any:
-        """Returns the sum of values of micro-batches, on one device, in order."""
+    def sum_of(self, values: Sequence[Any]) -> Any:
+        """Returns the sum of values of micro-batches (`weights`, `values`), on one device, in order."""
         first, *more = [self.bring(value, None) for value in values if value is not None]
         return sum(more, first)
 
     def total(self) -> torch.Tensor:
         """Returns the loss of the mini-batch. Raises `LossError` if it does not require grad."""
         if not self.has_gradient:
-            raise LossError(
-                "the loss does not require grad: neither a parameter nor an input that requires grad leads to it; is "
-                "every parameter frozen, or the output detached?"
-            )
+            raise LossError("the loss does not require grad: is every parameter frozen, or the output detached?")
         if self.returns_weights:
-            return torch.as_tensor(self.sum_of_totals / self.weight)
-        total: torch.Tensor = self._sum([None if v is None else v * self.share(i) for i, v in enumerate(self.values)])
+            return torch.as_tensor(self.sum_of(self.values) / self.sum_of(self.weights))
+        total: torch.Tensor = self.sum_of([None if v is None else v * self.share(i) for i, v in enumerate(self.values)])
         return total
 
 
@@ -208,8 +193,7 @@ def _checked_weight(weight: Any, where: str) -> Any:
         if weight.requires_grad:
             raise LossError(
                 f"the weight that loss_fn returned for {where} requires grad, but weights are summed without a "
-                "gradient: detach it (weight.detach()) if it is meant as a number; if the gradient is to flow through "
-                "it, use the drop-in: loss_fn(pipe(x), target).backward()"
+                "gradient: detach it (weight.detach()), or use the drop-in: loss_fn(pipe(x), target).backward()"
             )
         is_exact = weight.dtype in (torch.float32, torch.float64)
         return weight if is_exact else weight.float() if weight.is_floating_point() else weight.long()
@@ -262,17 +246,10 @@ def refuse_inputs_by_name(forward: Callable[..., Any], target: Any, loss_fn: Any
     except (TypeError, ValueError):  # functions in C have none
         return
     for name in (name for name, is_meant in is_input.items() if is_meant and name in parameters):
-        places = [
-            one.name for one in parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-        ]
-        remedy = (
-            f"pass the input by position: pipe.forward_backward({', '.join(places[: places.index(name) + 1])}, ...)"
-            if name in places
-            else "wrap the model in a module whose forward has another name for it"
-        )
         raise ArgumentError(
             f"{name} is an argument of forward_backward and an input of the model's forward. By name it is the "
-            f"{'loss function' if name == 'loss_fn' else name} of the loss, which this value cannot be; {remedy}"
+            f"{'loss function' if name == 'loss_fn' else name} of the loss, which this value cannot be; pass the input "
+            "by position, or wrap the model in a module whose forward has another name for it"
         )
 
 

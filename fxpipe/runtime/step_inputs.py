@@ -107,6 +107,7 @@ class GivenInputs:
     samples: tuple[int, ...]  # by micro-batch
     targets: tuple[Any, ...] = ()  # () or (target,) of the mini-batch; or by micro-batch
     is_handed_over: bool = False
+    replicas: int = 1  # number of replicas of the pipe, whose mini-batches are one
 
     @classmethod
     def of_mini_batch(
@@ -121,7 +122,7 @@ class GivenInputs:
 
     def takes_all(self, reduction: str) -> bool:
         """Returns whether the backward of a step needs the outputs of all micro-batches."""
-        is_split = len(self.samples) > 1 and not self.is_handed_over
+        is_split = len(self.samples) * self.replicas > 1 and not self.is_handed_over
         return is_split and (reduction == "batch" or needing_all(self.bound.combinations) is not None)
 
     @property

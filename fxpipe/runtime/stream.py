@@ -351,8 +351,6 @@ class Stream:
         self.engine.executor.wait(one.ended)
         self._raise_failure()
         loss = self.end.checked_loss(admitted)
-        if one.loss is not None:
-            one.loss.add_up_replicas()
         self.engine.add_gradients(one, admitted.updates)
         self.optimizer.count_step()
         self._collected += 1

@@ -164,7 +164,7 @@ def refused_devices(mesh):
 
 def test_a_pipe_takes_one_dimension_of_a_mesh_that_its_process_is_in(two_ranks):
     results = two_ranks.run(refused_devices)
-    assert "devices=mesh['pipe']" in results[0][0][1]
+    assert 'devices=mesh["pipe"]' in results[0][0][1]
     assert all(is_argument for errors in results for is_argument, _ in errors)
 
 
@@ -271,5 +271,5 @@ def test_a_rank_that_hangs_is_named_after_the_timeout_and_one_that_is_gone_at_on
         (_, (kind, text, seconds)), _ = ranks.try_run(die, but=(1,))
         assert kind is DistributedError
         assert "rank 1 is gone: its process has ended" in text
-        assert "the last that came from rank 1: the result of 1B" in text
+        assert "it waited for the result of 1B" in text
         assert seconds < 10

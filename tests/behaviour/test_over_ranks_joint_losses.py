@@ -1,0 +1,276 @@
+"""A loss that needs all samples together is over 2 x 2 ranks that of the samples of both replicas."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.contrastive import nt_xent
+from helpers.layered import Layered
+from helpers.ranks import raised, square_mesh
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import DistributedError, LossError
+
+UNEVEN = [(8, 5), (3, 8), (1, 6)]  # by step, the samples of each replica
+
+
+def tower():
+    return nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+class TwoTowers(Layered, image=tower, text=tower, scale=lambda: nn.Parameter(torch.tensor(1.0))):
+    """CLIP: each image against each text. Returns the similarities as well."""
+
+    def forward(self, x, y):
+        u, v = F.normalize(self.image(x), dim=-1), F.normalize(self.text(y), dim=-1)
+        scores = u @ v.t() * self.scale.exp()
+        places = torch.arange(len(scores))
+        return (F.cross_entropy(scores, places) + F.cross_entropy(scores.t(), places)) / 2, scores, u
+
+
+class Views(Layered, encoder=tower):
+    """Two views of each sample, compared by a function."""
+
+    def forward(self, x, y):
+        return self.loss(self.encoder(x), self.encoder(y))
+
+
+class Features(Layered, one=tower, other=tower):
+    def forward(self, x, y):
+        return {"a": self.one(x), "b": self.other(y), "number": 3}
+
+
+class Supervised(Layered, temperature=lambda: nn.Parameter(torch.tensor(0.7))):
+    """Supervised contrastive, with a parameter of its own. The target is a tuple."""
+
+    def forward(self, out, target):
+        classes, weights, names = target
+        z = F.normalize(torch.cat([out["a"], out["b"]]), dim=-1)
+        same = classes.repeat(2)[:, None] == classes.repeat(2)
+        scores = (z @ z.T / self.temperature).masked_fill(torch.eye(len(z), dtype=torch.bool), -torch.inf)
+        losses = -scores.log_softmax(-1).where(same, 0).nan_to_num(neginf=0).mean(1)
+        assert len(names) == len(classes)
+        return (losses * weights[classes].repeat(2)).mean() * out["number"]
+
+
+def a_pair(out, target):
+    return (out["a"] @ out["b"].T).square().sum(), (target[0] > 0).sum()
+
+
+def with_a_branch(a, b):
+    """Which of the two is taken depends on all samples."""
+    scores = a @ b.T
+    return F.cross_entropy(scores if scores.max() < 0.4 else scores.tanh(), torch.arange(len(a)))
+
+
+def negatives_by_chance(a, b):
+    others = b[torch.randint(0, len(b), (len(a), 3))]
+    scores = torch.cat([(a * b).sum(1, keepdim=True), (a[:, None] * others).sum(2)], 1)
+    return F.cross_entropy(scores, torch.zeros(len(a), dtype=torch.long)) + F.dropout(a @ b.T, 0.5).mean()
+
+
+def first_of_outputs(out):
+    return out[0] + 0.01 * out[1].square().sum()
+
+
+CASES = {
+    "two towers": (TwoTowers, {"loss_fn": first_of_outputs}, {"chunks": 3}),
+    "SimCLR": (lambda: Views(loss=nt_xent), {}, {"chunks": 2, "schedule": "1f1b"}),
+    "a product of means": (lambda: Views(loss=lambda a, b: a.mean() * b.square().mean()), {}, {"chunks": 3}),
+    "a branch in Python": (lambda: Views(loss=with_a_branch), {}, {"chunks": 2}),
+    "negatives by chance": (lambda: Views(loss=negatives_by_chance), {}, {"chunks": 3}),
+    "one micro-batch of two towers": (TwoTowers, {"loss_fn": first_of_outputs}, {"chunks": 1}),
+    "supervised": (Features, {"loss_fn": Supervised(), "reduction": "batch"}, {"chunks": 3, "schedule": "zero_bubble"}),
+    "one micro-batch": (Features, {"loss_fn": Supervised(), "reduction": "batch"}, {"chunks": 1}),
+    "a pair": (Features, {"loss_fn": a_pair, "reduction": "batch"}, {"chunks": 3}),
+}
+
+
+def batch_of(samples, seed):
+    g = torch.Generator().manual_seed(seed)
+    classes = torch.randint(0, 3, (samples,), generator=g)
+    target = classes, torch.tensor([1.0, 2.0, 0.5]), [f"sample {i}" for i in range(samples)]
+    return [torch.randn(samples, 12, generator=g, dtype=torch.float64) for _ in range(2)], target
+
+
+def model_of(name):
+    torch.manual_seed(0)
+    kind, call, options = CASES[name]
+    return kind().double(), copy.deepcopy(call), options
+
+
+def pipe_of(model, **options):
+    mesh, (args, _) = square_mesh(), batch_of(8, 0)
+    return fxpipe.pipeline(
+        model,
+        mesh["pipe"],
+        data_parallel=mesh["data"],
+        example_args=tuple(args),
+        progress=False,
+        hardware="cpu",
+        **options,
+    )
+
+
+def train(mesh, name):
+    model, call, options = model_of(name)
+    replica, pipe, results = square_mesh()["data"].get_local_rank(), pipe_of(model, **options), []
+    loss_fn = call.get("loss_fn")
+    more = [*loss_fn.parameters()] if isinstance(loss_fn, nn.Module) and pipe.needs_target else []
+    optimizer = torch.optim.SGD([*pipe.parameters(), *more], 0.1, momentum=0.9)
+    for step, samples in enumerate(UNEVEN):
+        torch.manual_seed(step + 10 * replica)
+        args, target = batch_of(samples[replica], 2 * step + replica)
+        if "reduction" in call:
+            call["target"] = target
+        loss, out = pipe.forward_backward(*args, **call, return_outputs=True)
+        gradients = {name: p.grad.clone() for name, p in pipe.named_parameters()}
+        gradients |= {f"loss {k}": p.grad.clone() for k, p in enumerate(more)}
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss, gradients, out, torch.rand(())))
+    return results
+
+
+def joined(first, second):
+    return torch.cat([first, second]) if isinstance(first, torch.Tensor) else [*first, *second]
+
+
+def train_plain(name):
+    model, call, _ = model_of(name)
+    loss_fn, results = call.get("loss_fn"), []
+    more = [*loss_fn.parameters()] if isinstance(loss_fn, nn.Module) else []
+    optimizer = torch.optim.SGD([*model.parameters(), *more], 0.1, momentum=0.9)
+    for step, samples in enumerate(UNEVEN):
+        torch.manual_seed(step)
+        parts = [batch_of(samples[replica], 2 * step + replica) for replica in range(2)]
+        (classes, weights, names), (other_classes, _, other_names) = (target for _, target in parts)
+        target = joined(classes, other_classes), weights, joined(names, other_names)
+        out = model(*map(joined, parts[0][0], parts[1][0]))
+        loss = out if loss_fn is None else loss_fn(out, target) if "reduction" in call else loss_fn(out)
+        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradients |= {f"loss {k}": p.grad.clone() for k, p in enumerate(more)}
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.detach(), gradients, out, torch.rand(())))
+    return results
+
+
+def own_outputs(out, samples, replica):
+    """The plain model's outputs for the samples of a replica; what combines all samples is that of all replicas."""
+    part = slice(0, samples[0]) if replica == 0 else slice(samples[0], None)
+    if isinstance(out, dict):
+        return {"a": out["a"][part].detach(), "b": out["b"][part].detach(), "number": out["number"]}
+    return (out[0].detach(), out[1].detach(), out[2][part].detach()) if isinstance(out, tuple) else out.detach()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_the_plain_model_on_the_samples_of_all_replicas(four_ranks, name):
+    results, expected = four_ranks.run(train, name), train_plain(name)
+    names = set()
+    for rank, of_rank in enumerate(results):
+        for step, (loss, gradients, out, drawn) in enumerate(of_rank):
+            plain_loss, plain_gradients, plain_out, plain_drawn = expected[step]
+            torch.testing.assert_close(loss, plain_loss)
+            torch.testing.assert_close(gradients, {key: plain_gradients[key] for key in gradients})
+            if rank % 2:  # of the last stage
+                torch.testing.assert_close(out, own_outputs(plain_out, UNEVEN[step], rank // 2))
+                torch.manual_seed(step + 10)
+                assert drawn == (torch.rand(()) if rank == 3 else plain_drawn)
+            names |= gradients.keys()
+    assert names == expected[0][1].keys()
+
+
+def test_only_a_temperature_is_trained_and_calls_are_accumulated(four_ranks):
+    results = four_ranks.run(accumulate)
+    torch.manual_seed(0)
+    model = TwoTowers().double().requires_grad_(False)
+    model.scale.requires_grad_()
+    for seed in (1, 3):
+        (first, _), (second, _) = batch_of(4, seed), batch_of(3, seed + 1)
+        model(*map(joined, first, second))[0].backward()
+    gradients = [one["scale"] for one in results if "scale" in one]
+    assert len(gradients) >= 2
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, model.scale.grad)
+
+
+def accumulate(mesh):
+    torch.manual_seed(0)
+    model, replica = TwoTowers().double().requires_grad_(False), square_mesh()["data"].get_local_rank()
+    model.scale.requires_grad_()
+    pipe = pipe_of(model, chunks=2)
+    first, second = (batch_of((4, 3)[replica], seed + replica)[0] for seed in (1, 3))
+    with pipe.no_sync():
+        pipe.forward_backward(*first, loss_fn=lambda out: out[0])
+    pipe.forward_backward(*second, loss_fn=lambda out: out[0])
+    return {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+# -- Failures and misuse ---------------------------------------------------------------------------------------------
+
+
+def misuse(mesh):
+    """Errors by name, and the loss of a step after each."""
+    replica, (args, (classes, weights, names)) = square_mesh()["data"].get_local_rank(), batch_of(4, 1)
+    is_last_of_second, errors = mesh.get_rank() == 3, {}
+    torch.manual_seed(0)
+    pipe, supervised = pipe_of(Features().double(), chunks=2), Supervised()
+
+    def failing(out, target):
+        return supervised(out, target) * (1 // (not is_last_of_second))
+
+    def by_chance(out, target):
+        return supervised(out, target) * (1 + replica)
+
+    good = classes, weights, names
+    cases = {
+        "fails": (failing, good),
+        "differs": (by_chance, good),
+        "numbers": (supervised, (torch.arange(4), weights, names)),
+        "weights": (supervised, (classes, weights + replica, names)),
+        "parts": (supervised, (classes, weights, names) if replica else (classes, weights)),
+    }
+    losses = []
+    for name, (loss_fn, target) in cases.items():
+        errors[name] = raised(pipe.forward_backward, *args, target=target, loss_fn=loss_fn, reduction="batch")
+        assert all(p.grad is None for p in pipe.parameters())
+        losses.append(pipe.forward_backward(*args, target=good, loss_fn=supervised, reduction="batch").item())
+        pipe.zero_grad()
+    return errors, losses
+
+
+def test_misuse_and_failures_end_all_ranks_and_the_next_step_works(four_ranks):
+    texts = {
+        "fails": "by zero",
+        "differs": "replicas compute the loss of all their samples as",
+        "numbers": "let loss_fn number them",
+        "weights": "not of samples and differs between replicas",
+        "parts": "different parts on different replicas",
+    }
+    results = four_ranks.run(misuse)
+    for errors, losses in results:
+        for name, text in texts.items():
+            kind, message, seconds = errors[name]
+            assert issubclass(kind, (LossError, DistributedError, ZeroDivisionError)), name
+            assert text in message, name
+            assert seconds < 30
+        assert losses == [results[0][1][0]] * len(texts)
+
+
+def stream(mesh):
+    replica = square_mesh()["data"].get_local_rank()
+    pipe = pipe_of(TwoTowers().double(), chunks=1, schedule="pipedream")
+    optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+    batches = [(tuple(batch_of(4, 2 * t + replica)[0]), {}, None) for t in range(3)]
+    return raised(list, pipe.train_stream(batches, optimizer=optimizer, loss_fn=lambda out: out[0]))
+
+
+def test_a_stream_refuses_a_loss_of_all_samples(four_ranks):
+    for kind, text, _ in four_ranks.run(stream):
+        assert issubclass(kind, (LossError, DistributedError))
+        assert "train with forward_backward" in text
