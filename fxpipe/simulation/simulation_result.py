@@ -159,7 +159,7 @@ class StepComparison:
         if self.learns_loss:
             lines.append(
                 "The plan does not know the loss: simulated with what it took in this step. Plan with loss_fn and "
-                "target, or simulate with loss_seconds, to have it before."
+                "target to have it before."
             )
         if self.on_core is not None and self.core_share < QUIET_CORE_SHARE:
             measured, simulated, ratio = _figure_cells(self.on_core)

@@ -52,7 +52,7 @@ ARGUMENTS = {
         dynamic is_whole
     """,
     "simulate": """
-        plan * schedule chunks checkpoint batch hardware data_parallel mesh loss_seconds overlaps processes
+        plan * schedule chunks checkpoint batch hardware data_parallel mesh overlaps processes
         updates **sizes
     """,
     "tune": """

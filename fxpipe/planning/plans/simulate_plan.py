@@ -18,7 +18,7 @@ from fxpipe.scheduling.factory import as_schedule_like, schedule_text
 from fxpipe.scheduling.streams import is_stream
 from fxpipe.simulation.simulation_result import Simulation
 from fxpipe.utils.batch_split import largest_micro_batch
-from fxpipe.utils.units import parse_count, parse_number, with_article
+from fxpipe.utils.units import parse_count, with_article
 
 
 def simulate(
@@ -31,7 +31,6 @@ def simulate(
     hardware: str | Hardware | None = None,
     data_parallel: int | None = None,
     mesh: Sequence[str] | None = None,
-    loss_seconds: float | None = None,
     overlaps: bool | None = None,
     processes: bool | None = None,
     updates: bool | None = None,
@@ -57,8 +56,6 @@ def simulate(
         hardware: the hardware for which seconds, links and memory are estimated, as for `fxpipe.plan`.
         data_parallel, mesh: the number of replicas that share the mini-batch, and their order, as for `fxpipe.plan`.
             One replica is simulated, and the reduction of gradients over all.
-        loss_seconds: of the loss of a micro-batch, forward and backward to the outputs, as in
-            `pipe.last_step.loss_seconds`. Default: as planned, 0 without a `loss_fn` or joint tail.
         overlaps: transfers overlap with computation; otherwise the receiving device copies before it computes. Default:
             as a pipe runs: True over processes, False within one.
         processes: each device has its own process, so that none waits for the Python of others. Stages then send values
@@ -99,10 +96,6 @@ def simulate(
         processes=processes,
         sizes=sizes,
     )
-    if loss_seconds is not None:
-        seconds = parse_number("loss_seconds", loss_seconds, "seconds of the loss of a micro-batch")
-        *others, last = variant.stages
-        variant = replace(variant, stages=(*others, replace(last, loss_seconds=seconds)))
     if updates is not None and not isinstance(updates, bool):
         raise ArgumentTypeError(f"updates={updates!r}: expected True or False")
     if updates and variant.turns and not is_stream(variant.schedule):

@@ -293,9 +293,6 @@ def test_a_step_tells_what_the_loss_took():
             if not planned:
                 assert comparison.loss.simulated == pytest.approx(sum(step.losses))
                 assert comparison.step.simulated > fxpipe.simulate(pipe.plan).step_seconds
-            learnt = fxpipe.simulate(pipe.plan, loss_seconds=step.loss_seconds).compared(step)
-            assert learnt.loss is not None
-            assert learnt.loss.simulated == pytest.approx(4 * step.loss_seconds)
             F.cross_entropy(pipe(x), t).backward()
             assert pipe.last_step is not None
             assert pipe.last_step.losses == ()
