@@ -498,15 +498,15 @@ RUNTIME = (
     ),
     Mutant(
         "tracing/record/opaque_call.py",
-        "    unhookable = [*own, *shared] if hookable else None\n",
-        "    unhookable = own if hookable else None\n",
+        "(own, plain), {}, [*own, *shared])",
+        "(own, plain), {}, own)",
         "attacks/test_tensor_hooks.py",
     ),
     Mutant(
-        "tracing/record/opaque_call.py",
-        "    unhookable = [*own, *shared] if hookable else None\n",
-        "    unhookable = [*own, *shared]\n",
-        "attacks/test_tensor_hooks.py",
+        "tracing/record/graph_break.py",
+        "_HookRefusal() if torch.is_grad_enabled() else contextlib.nullcontext():",
+        "contextlib.nullcontext():",
+        "attacks/test_tensor_hooks.py::test_a_hook_that_only_a_later_step_puts_in_lines_of_several_nodes_is_refused",
     ),
     Mutant(
         "pipe/programs.py",

@@ -94,7 +94,9 @@ class Around(nn.Module):
 
 
 class AfterBreak(Layered, first=8, second=8, third=8):
-    """A forward that runs autograd, after which its lines run in several nodes, and puts a hook on later."""
+    """A forward that runs autograd, after which its lines run in several nodes, and hooks what is above `least`."""
+
+    least = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
@@ -102,7 +104,8 @@ class AfterBreak(Layered, first=8, second=8, third=8):
             leaf = h.detach().requires_grad_()
             (gate,) = torch.autograd.grad(leaf.square().sum(), leaf)
         y = h + self.second(h) * gate.tanh()
-        hook(y)
+        if float(h.detach().abs().max()) > self.least:
+            hook(y)
         return y + self.third(y)
 
 
@@ -198,6 +201,14 @@ def test_hooks_see_whole_gradients(name):
     make, want = CASES[name]
     message = outcome(make, inputs)
     assert want in message, message
+
+
+def test_a_hook_that_only_a_later_step_puts_in_lines_of_several_nodes_is_refused() -> None:
+    model = AfterBreak(least=100.0)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(inputs(0),), progress=False) as pipe:
+        pipe(inputs(1)).sum().backward()
+        with pytest.raises(StateError, match=r"kept whole, puts a hook on a tensor.*unlike when it was traced"):
+            pipe(1e4 * inputs(1))
 
 
 class Features(Layered, body=8, head=8):

@@ -32,9 +32,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch.autograd import version_of
 from fxpipe._torch.checkpoint import call_checkpoints_through
+from fxpipe._torch.functions import opname
 from fxpipe._torch.module_internals import COMPILED_CALL
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import StateError
@@ -42,8 +44,8 @@ from fxpipe.tracing.model_state import Slot, preserve_state, slots_of, without_g
 from fxpipe.tracing.node_info import info, opaque_call_of, update_info
 from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.opaque_call import OpaqueStateError, call_opaque, is_in_modules, replica_of
-from fxpipe.tracing.record.recorder import Recorder
-from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.record.recorder import Recorder, is_grad_fn_access
+from fxpipe.tracing.record.unrecordable import TENSOR_HOOKS, CannotRecord
 from fxpipe.tracing.source_lines import line_of_function
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils.pytree import map_tensor_leaves
@@ -141,6 +143,16 @@ def _unwritten(buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
         raise
 
 
+class _HookRefusal(TorchFunctionMode):
+    """A block of lines that several nodes run, so that a hook on a tensor would see a part of the gradient in each."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if opname(func) in TENSOR_HOOKS or (is_grad_fn_access(func, opname(func)) and func(*args) is not None):
+            what = "puts a hook on a tensor, or looks at its grad_fn: the hook would see a part of the gradient"
+            raise OpaqueStateError(what, "do so outside forward, or in a module inside, which is kept whole")
+        return func(*args, **(kwargs or {}))
+
+
 class _Segment:
     """Forward from its first line up to a call of one of `stops`, with the calls of `names` replaced by results."""
 
@@ -164,29 +176,27 @@ class _Segment:
 
         def run_apart(tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             own = list(tensors)
-            if self.end is not None:
-                for place, _ in read_only:
-                    own[place] = own[place].clone()
-                return run(own, args, kwargs)
-            with _unwritten({name: own[place] for place, name in read_only}):
+            for place, _ in read_only if self.end is not None else ():
+                own[place] = own[place].clone()
+            unwritten = {name: own[place] for place, name in read_only if self.end is None}
+            # Without gradients no hook runs, and under a mode torch does not use its fast kernels of attention.
+            with _unwritten(unwritten), _HookRefusal() if torch.is_grad_enabled() else contextlib.nullcontext():
                 return run(own, args, kwargs)
 
         name = f"{type(self.module).__name__}_" + (f"until_{self.end.name}" if self.end else "rest").replace(".", "_")
         tensors = [slot.store(self.module)[slot.key] for slot in slots]
         before, recorder.origin = recorder.origin, (path, line_of_function(forward_of(self.module)))
         try:
-            result, node = call_opaque(recorder, run_apart, name, tensors, arguments, {}, final=False, hookable=False)
+            result, node = call_opaque(recorder, run_apart, name, tensors, arguments, {}, final=False)
         finally:
             recorder.origin = before
         if self.end is not None and info(node).is_random:
             raise CannotRecord("it draws random numbers")
         if self.end is not None and any(isinstance(x, PackedSequence) for x in (*result[0], *result[1].values())):
             raise CannotRecord("it calls a module with a packed sequence, whose size depends on values")
-        storages = {recorder.registry.storages.name(tensors[place]) for place, _ in read_only}
-        if storages & info(node).written_storages:
+        if {recorder.registry.storages.name(tensors[place]) for place, _ in read_only} & info(node).written_storages:
             raise CannotRecord("it changes a buffer that it reads before it calls other modules")
-        call = opaque_call_of(node)
-        call = replace(call, module=path, why=why, calls_before=self.names, recorded_calls=self.first)
+        call = replace(opaque_call_of(node), module=path, why=why, calls_before=self.names, recorded_calls=self.first)
         update_info(node, opaque=call)
         return result
 

@@ -158,7 +158,6 @@ def call_opaque(
     kwargs: dict[str, Any],
     in_module: bool = False,  # the call can use outside tensors if the module around it is kept opaque
     final: bool = True,  # the user requested the node, so a refusal ends the search
-    hookable: bool = True,  # the call may put hooks on tensors that nothing else has used so far
 ) -> tuple[Any, fx.Node]:
     """Runs an opaque call and adds a node `name(tensors, leaves of arguments)`, which returns the result's leaves."""
 
@@ -195,10 +194,7 @@ def call_opaque(
         except OpaqueStateError as error:
             if not first:
                 raise
-            raise StateError(
-                f"{name}, kept whole, {error}, which it did not when it was traced; keep it in a buffer "
-                "(register_buffer)"
-            ) from None
+            raise StateError(f"{name}, kept whole, {error}, unlike when it was traced; {error.remedy}") from None
         if not first:
             if has_objects and _is_changed((a, k), spec, filled):
                 raise OpaqueStateError("changes an object that it is given", "make a new one, and return it")
@@ -223,9 +219,8 @@ def call_opaque(
         buffers = [(t, t.detach().clone()) for t in tensors if not is_fixed(t)]
     recorder.random.note_python()
     shared = [x for x, node in zip(plain, nodes, strict=True) if isinstance(x, torch.Tensor) and _is_used(node)]
-    unhookable = [*own, *shared] if hookable else None
     try:
-        outputs, random, opaque = recorder.run_opaque(whole, (own, plain), {}, unhookable)
+        outputs, random, opaque = recorder.run_opaque(whole, (own, plain), {}, [*own, *shared])
     except OpaqueStateError as error:
         raise refuse(str(error), error.remedy) from error
     rolled = recorder.random.note_python(in_node=True)

@@ -71,7 +71,7 @@ class RunningModule:
 class PausedRun:
     """The effects of Python that runs as one node, while recording is paused, and the effects that it may have."""
 
-    unhookable: Sequence[torch.Tensor] | None = ()  # arguments that must not get a hook. None: no tensor may get one
+    unhookable: Sequence[torch.Tensor] = ()  # arguments that must not get a hook
     known_tensors: list[torch.Tensor] = field(default_factory=list)  # used tensors of forward and of the model
     has_drawn: bool = False  # random numbers
     has_applied: bool = False  # an `autograd.Function`
@@ -472,7 +472,7 @@ class Recorder(TorchFunctionMode):
             return result, random
 
     def run_opaque(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unhookable: Sequence[torch.Tensor] | None = ()
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unhookable: Sequence[torch.Tensor] = ()
     ) -> tuple[Any, bool, PausedRun]:
         """Runs a function that is one node as Python; see `run` and `PausedRun`."""
         outer, self.runs_opaque = self.runs_opaque, True
@@ -483,7 +483,7 @@ class Recorder(TorchFunctionMode):
             self.runs_opaque = outer
 
     @contextlib.contextmanager
-    def observe_opaque(self, unhookable: Sequence[torch.Tensor] | None = ()) -> Iterator[PausedRun]:
+    def observe_opaque(self, unhookable: Sequence[torch.Tensor] = ()) -> Iterator[PausedRun]:
         outer, self.opaque = self.opaque, PausedRun(unhookable)
         try:
             yield self.opaque
@@ -497,15 +497,16 @@ class Recorder(TorchFunctionMode):
                 if isinstance(leaf, RECORDED) and leaf.recorder is self.sizes:
                     self.sizes.read_plain(leaf)
             name = functions.opname(func)
-            if name in TENSOR_HOOKS and self._is_unhookable(args[0]):
-                raise self._refuse_hook(
-                    "puts a hook on a tensor that is given to what is kept whole and used before: the hook would see a "
-                    "part of the gradient",
-                    "put it on a tensor of its own (x = x.view_as(x); x.register_hook(...)), or do so in the module "
-                    "that makes x",
-                )
-            if is_grad_fn_access(func, name) and self._is_unhookable(args[0]) and func(*args) is not None:
-                raise self._refuse_hook(NODE_PROBLEM, NODE_REMEDY)
+            if self.opaque is not None and any(arg is one for arg in args[:1] for one in self.opaque.unhookable):
+                if name in TENSOR_HOOKS:
+                    raise self._refuse_hook(
+                        "puts a hook on a tensor that is given to what is kept whole and used before: the hook would "
+                        "see a part of the gradient",
+                        "put it on a tensor of its own (x = x.view_as(x); x.register_hook(...)), or do so in the "
+                        "module that makes x",
+                    )
+                if is_grad_fn_access(func, name) and func(*args) is not None:
+                    raise self._refuse_hook(NODE_PROBLEM, NODE_REMEDY)
         tensors = list(tensors_in((args, kwargs)))
         if self.opaque is not None:
             self.opaque.known_tensors += [t for t in tensors if self.knows(t) or self.names.own(t)]
@@ -620,10 +621,6 @@ class Recorder(TorchFunctionMode):
             "mode, where only the first call does)",
             False,
         )
-
-    def _is_unhookable(self, tensor: torch.Tensor) -> bool:
-        unhookable = self.opaque.unhookable if self.opaque is not None else ()
-        return unhookable is None or any(tensor is one for one in unhookable)
 
     def _refuse_hook(self, what: str, remedy: str) -> CannotRecord:
         error = self.refuse(what, remedy)
