@@ -246,10 +246,12 @@ def refuse_inputs_by_name(forward: Callable[..., Any], target: Any, loss_fn: Any
     except (TypeError, ValueError):  # functions in C have none
         return
     for name in (name for name, is_meant in is_input.items() if is_meant and name in parameters):
+        places = ", ".join([*parameters][: [*parameters].index(name) + 1])
         raise ArgumentError(
             f"{name} is an argument of forward_backward and an input of the model's forward. By name it is the "
             f"{'loss function' if name == 'loss_fn' else name} of the loss, which this value cannot be; pass the input "
-            "by position, or wrap the model in a module whose forward has another name for it"
+            f"by position, pipe.forward_backward({places}, ...), or, if forward takes it by keyword only, wrap the "
+            "model in a module whose forward has another name for it"
         )
 
 
