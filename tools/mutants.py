@@ -1328,8 +1328,8 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/graph_break.py",
-        "                    own[place] = own[place].clone()",
-        "                    pass",
+        "                own[place] = own[place].clone()",
+        "                pass",
         (
             "behaviour/test_continuation.py::test_a_buffer_that_some_step_writes_to_between_the_blocks"
             "_is_an_error_of_that_step_and_stays"
