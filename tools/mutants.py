@@ -350,8 +350,8 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/run.py",
-        "and action.micro_batch >= self._ended and",
-        "and",
+        "action in self._passed or action.micro_batch < self._ended or",
+        "action in self._passed or",
         "unit/runtime/test_wiring.py::test_nobody_waits_for_actions_of_mini_batches_that_have_ended",
     ),
     Mutant(

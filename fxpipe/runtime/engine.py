@@ -201,9 +201,8 @@ class Engine:
         replicas: Sequence[int],
     ) -> None:
         """Runs the updates of stages, what their U calls, in their workers. `replicas`: by worker; empty: one each."""
-        notes, stage_devices = self._last_notes, [(device,) for device in devices]
-        state = ThreadState.now()
-        run = Run(stage_devices, Transport(devices), self._caller_context, state, end=End(updates))
+        notes, context = self._last_notes, self._caller_context
+        run = Run([(d,) for d in devices], Transport(devices), context, ThreadState.now(), end=End(updates))
         run.log.begun.append(time.perf_counter())
         last = 0 if notes is None else notes.schedule.micro_batches - 1
         self.executor.run(run, update_rows(updates, placement, last, replicas))

@@ -172,10 +172,8 @@ class MiniBatch:
         buffers = dict(opened.totals.buffers)
         if i and j in self.in_order:  # as another replica left them after the previous micro-batch
             count = len(self.replica_totals[j])
-            before, device = (
-                self.replica_totals[j][replica_of(i - 1, count)],
-                self.stage_devices[j][replica_of(i, count)],
-            )
+            before = self.replica_totals[j][replica_of(i - 1, count)]
+            device = self.stage_devices[j][replica_of(i, count)]
             buffers = {name: self.transport.bring(buffer, device) for name, buffer in before.buffers.items()}
         if (ActionKind.RECOMPUTE, j, i) in self.recomputed:
             # Grad mode stays on: under no_grad torch uses other kernels (LSTM), and R must compute the same bits.

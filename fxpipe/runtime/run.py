@@ -97,10 +97,13 @@ class Fences(Link):
             self.wait_behind(needed)
 
     def wait_behind(self, action: Action) -> None:
-        if action not in self._passed:
+        if not self._is_open(action):
             event = self._events.setdefault(action, threading.Event())
-            if action not in self._passed and action.micro_batch >= self._ended and not self._all_open:
+            if not self._is_open(action):
                 event.wait()
+
+    def _is_open(self, action: Action) -> bool:
+        return action in self._passed or action.micro_batch < self._ended or self._all_open
 
     def passed(self, run: Run, action: Action) -> None:
         self._passed.add(action)
@@ -114,7 +117,7 @@ class Fences(Link):
             event.set()
 
     def forget(self, stages: int, micro_batches: range) -> None:
-        self._ended = micro_batches.stop  # first: who finds nothing recorded looks at it
+        self._ended = micro_batches.stop  # first: a worker that finds nothing recorded looks at it
         for action in map(Action._make, itertools.product(ActionKind, range(stages), micro_batches)):
             self._passed.discard(action)
             self._events.pop(action, None)
@@ -131,7 +134,7 @@ class End:
         """Called before each action but U."""
 
     def after(self, run: Run, t: int, action: Action) -> None:
-        """Called after each action but U."""
+        """Called after each action but U, outside of the caller's modes, before those that wait for it can go on."""
 
     def update(self, run: Run, t: int, stage: int) -> None:
         """Performs U."""
@@ -160,8 +163,7 @@ class Run:
         end: End | None = None,
     ):
         """`stage_devices`: by stage, of its replicas."""
-        self.stage_devices = tuple(map(tuple, stage_devices))
-        self.devices = tuple(own[0] for own in self.stage_devices)
+        self.devices = tuple(own[0] for own in stage_devices)
         self.transport, self.state = transport, state
         self.caller_context = context  # the caller's; replaced for a drop-in's backward
         self.order = order or StepOrder()
@@ -170,9 +172,9 @@ class Run:
         self.mini_batches: dict[int, MiniBatch] = {}  # those that run, by number
         self.failure: BaseException | None = None
         self.log = StepLog()
-        self.has_replicas = any(len(own) > 1 for own in self.stage_devices)
+        self.has_replicas = any(len(own) > 1 for own in stage_devices)
         # Device and stream by stage and replica, cached for all actions.
-        self._places = [[(device, transport.compute_stream(device)) for device in own] for own in self.stage_devices]
+        self._places = [[(device, transport.compute_stream(device)) for device in own] for own in stage_devices]
         self._queued = {stream: deque[Any]() for own in self._places for _, stream in own}  # ends of the last actions
         self._last_stage = len(self.devices) - 1
         self._failing = threading.Lock()
@@ -258,6 +260,11 @@ class Run:
                     self.transport.at(device),
                 ):
                     self._timed(action, stream)
+            if self.end is not None and action.kind is not ActionKind.UPDATE:
+                t, k = self.order.place(action.micro_batch)
+                self.end.after(self, t, action._replace(micro_batch=k))
+            if stream is not None:
+                self._stay_near_device(action, stream)
         except BaseException as error:
             with contextlib.suppress(Exception):  # a failing note must not hide the failure
                 error.add_note(self._note_of_failure(action, error))
@@ -274,20 +281,17 @@ class Run:
         if kind is ActionKind.UPDATE:
             assert self.end is not None
             self.end.update(self, t, j)
-        elif self.end is None:
-            self._compute(self.mini_batches[t], action, k, stream)
         else:
-            own = Action(kind, j, k)
-            self.end.before(self, t, own)
+            if self.end is not None:
+                self.end.before(self, t, Action(kind, j, k))
             self._compute(self.mini_batches[t], action, k, stream)
-            self.end.after(self, t, own)
-        end = mark_time(stream)
-        self.log.times[action] = (start, end)
+        self.log.times[action] = (start, mark_time(stream))
         if stream is None:
             self.log.on_core[action] = time.thread_time() - on_core
-            return
-        queued = self._queued[stream]
-        queued.append(end)
+
+    def _stay_near_device(self, action: Action, stream: Any) -> None:
+        queued = self._queued[stream]  # workers on one device share it
+        queued.append(self.log.times[action][1])
         if len(queued) > HOST_AHEAD:
             accelerator.wait_on_host(queued.popleft())
 

@@ -20,8 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -160,7 +160,7 @@ class Admitted:
     is_verified: bool
     updates: OverlappedUpdates
     left: set[int]  # stages not yet updated
-    begun: float  # time of the host's clock
+    begun: float = field(default_factory=time.perf_counter)  # time of the host's clock
     part: Any = None  # over processes: of this replica of the pipe
 
 
@@ -182,7 +182,7 @@ class StreamEnd(End):
         kind, j, k = action
         one = run.mini_batches[t]
         if kind is ActionKind.FORWARD and k == one.micro_batches - 1:
-            with run.transport.at_all(run.devices[j]) if run.has_replicas else nullcontext():
+            with run.transport.at_all(run.devices[j]):
                 self.commit_buffers(one, j)
 
     def commit_buffers(self, one: MiniBatch, j: int) -> None:
@@ -305,8 +305,7 @@ class Stream:
         stages = zip(bound.program.stages, self._order.replicas, strict=True)
         one.ordered = frozenset(j for j, (stage, replicas) in enumerate(stages) if replicas > 1 and stage.changes)
         updates = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
-        left, begun = {*self.stages}, time.perf_counter()
-        self.end.admitted[t] = Admitted(one, bound, history, is_verified, updates, left, begun, self.part)
+        self.end.admitted[t] = Admitted(one, bound, history, is_verified, updates, {*self.stages}, part=self.part)
         self.run.add(t, one)
         self._queue(self._order.admit(count))
 
@@ -382,6 +381,7 @@ class Stream:
             self.end.admitted.clear()
             self._close()
         self.note_applied(error)
+        del error  # else it and this frame, in its traceback, would form a reference cycle
 
     def note_applied(self, error: BaseException) -> None:
         applied = self.applied
@@ -425,12 +425,13 @@ class Stream:
         shifted = {a: a._replace(micro_batch=a.micro_batch + shift) for a in known if a.micro_batch in own}
         times = {new: known[a] for a, new in shifted.items()}
         on_core = {new: every.on_core[a] for a, new in shifted.items() if a in every.on_core}
+        losses = {i + shift: marks for i, marks in dict(every.losses).items() if i in own}
         bounds, moved = [bound] * (numbers.start + shift), list[TransferNote]()
         for each, those, _, notes in self._recent:
             bounds += [each] * len(those)
             moved += [(name, source, user, i + shift, size) for name, source, user, i, size in notes]
         begun = min((start for start, _ in times.values() if isinstance(start, float)), default=begun)
-        log = StepLog([begun], times, on_core, {i + shift: marks for i, marks in dict(every.losses).items()})
+        log = StepLog([begun], times, on_core, losses)
         stages = range(self._order.stages)
         rows = rows_of_replicas(tuple(tuple(a for a in times if a.stage == j) for j in stages), replicas)
         counts = tuple(replicas) if max(replicas) > 1 else ()

@@ -21,6 +21,7 @@ from torch.optim import lr_scheduler
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError, StateError
 from fxpipe.optim import StageOptimizer
+from fxpipe.scheduling import ActionKind
 
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}
 
@@ -280,6 +281,8 @@ def test_an_exception_in_a_stage_drops_the_stream_and_leaves_a_pipe_that_trains(
         assert f"stage 1 of 2 on cpu, micro-batch 0, {where}" in notes
         assert "the stream was dropped" in notes
         assert "stage 1 those of 4" in notes
+        forwards = [one for one in pipe.last_step.actions if one.action[:2] == (ActionKind.FORWARD, 1)]
+        assert len(pipe.last_step.losses) == len(forwards), "a mini-batch that was dropped is not in the record"
         plain = copy.deepcopy(fxpipe.unwrap(pipe))
         for parameter in plain.parameters():
             parameter.grad = None

@@ -22,20 +22,17 @@ def follow(tell: Told, hear: Told) -> None:
 
 def follow_fences(fences: type, tell: Told, hear: Told) -> None:
     """Follows the fences of a step, too: a set that workers look into, which has no name elsewhere."""
-    wait, passed = fences.wait, fences.passed  # type: ignore[attr-defined]
+    wait_behind, passed = fences.wait_behind, fences.passed  # type: ignore[attr-defined]
 
-    def hearing_wait(self: Any, run: Any, action: Any) -> None:
-        wait(self, run, action)
-        t, _ = run.order.place(action.micro_batch)
-        one = run.mini_batches.get(t)
-        for fence in () if one is None else one.fences.get(action[:2], ()):
-            hear((id(self), *fence, action.micro_batch))
+    def hearing_wait(self: Any, action: Any) -> None:
+        wait_behind(self, action)
+        hear((id(self), *action))
 
     def telling_passed(self: Any, run: Any, action: Any) -> None:
         tell((id(self), *action))
         passed(self, run, action)
 
-    fences.wait, fences.passed = hearing_wait, telling_passed  # type: ignore[attr-defined]
+    fences.wait_behind, fences.passed = hearing_wait, telling_passed  # type: ignore[attr-defined]
 
 
 def _follow_threads(tell: Told, hear: Told) -> None:

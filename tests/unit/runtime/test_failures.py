@@ -18,6 +18,7 @@ from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
+from fxpipe.optim import StageOptimizer
 from fxpipe.runtime.run import Run
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import ActionKind
@@ -123,6 +124,12 @@ def _drop_in(pipe):
     loss = F.mse_loss(pipe(x, samples), t.to(devices.workers(STAGES)[-1]))
     loss.backward()
     return loss.detach()
+
+
+def _stream(pipe):
+    x, samples, t = _data()
+    optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+    return [*pipe.train_stream([((x, samples), t)] * 3, loss_fn=F.mse_loss, optimizer=optimizer)]
 
 
 def _state(model):
@@ -398,10 +405,11 @@ def test_a_note_that_fails_hides_no_failure(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD])
-@pytest.mark.parametrize("run", [_step, _drop_in])
+@pytest.mark.parametrize("run", [_step, _drop_in, _stream])
 def test_an_exception_keeps_no_activation_alive(run, kind):
     """Tracebacks hold frames and frames hold tensors: gone with the exception, without the garbage collector."""
-    with _make(Model(), checkpoint="always" if kind is ActionKind.RECOMPUTE else "never") as pipe:
+    options = {"schedule": "pipedream"} if run is _stream else {}
+    with _make(Model(), checkpoint="always" if kind is ActionKind.RECOMPUTE else "never", **options) as pipe:
         run(pipe)
         gc.collect()
         gc.disable()

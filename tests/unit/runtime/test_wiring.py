@@ -81,7 +81,7 @@ def test_nobody_waits_for_actions_of_mini_batches_that_have_ended():
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
-    assert fences._passed == {MADE._replace(micro_batch=3)}
+    assert (fences._passed, fences._events) == ({MADE._replace(micro_batch=3)}, {})
 
 
 def test_micro_batches_of_several_programs_wait_for_what_any_of_them_receives():
