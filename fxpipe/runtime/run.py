@@ -118,7 +118,7 @@ class Fences(Link):
 
     def forget(self, stages: int, micro_batches: range) -> None:
         self._ended = micro_batches.stop  # first: a worker that finds nothing recorded looks at it
-        for action in map(Action._make, itertools.product(ActionKind, range(stages), micro_batches)):
+        for action in itertools.starmap(Action, itertools.product(ActionKind, range(stages), micro_batches)):
             self._passed.discard(action)
             self._events.pop(action, None)
 
