@@ -1522,12 +1522,6 @@ TRACING = (
         "behaviour/test_joint_tail.py::test_a_stream_refuses_it_before_a_mini_batch_runs",
     ),
     Mutant(
-        "distributed/rank_engine.py",
-        "if replicas.count > 1 and inputs.union.head is not None:",
-        "if False:",
-        "behaviour/test_over_ranks_data_parallel.py::test_what_samples_of_all_replicas_share_is_refused",
-    ),
-    Mutant(
         "tracing/verify/sample_rows.py",
         "            self.joins |= dict.fromkeys(self.failed, _NO_JOIN)\n",
         "",

@@ -129,13 +129,10 @@ class FailureBoard:
                 )
             waits = "; ".join(f"{self._name(number)}: {_waiting_words(reports[number])}" for number in sorted(reports))
             return DistributedError(f"the connection between ranks was lost: {waits} ({lost.detail})")
-        is_one = len(silent) == 1
-        if lost.is_timeout or any("timed out" in report.waiting for report in reports.values()):
-            state = "does not answer (it hangs, or takes" if is_one else "do not answer (they hang, or take"
-            state += " longer than timeout=)"
-        else:
-            state = "is gone: its process has ended" if is_one else "are gone: their processes have ended"
-        return DistributedError(f"{self._name(*sorted(silent))} {state}; {here}")
+        is_late = lost.is_timeout or any("timed out" in report.waiting for report in reports.values())
+        hangs, ended = "does not answer (it hangs, or takes longer than timeout=)", "is gone: its process has ended"
+        states = (f"{self._name(number)} {hangs if is_late else ended}" for number in sorted(silent))
+        return DistributedError("; ".join((*states, here)))
 
 
 def rank_names(numbers: Iterable[int], size: int, replicas: int = 1) -> str:

@@ -196,6 +196,7 @@ class RankEngine(Engine):
         mailbox, exchange = self._open(inputs)
         gradients = RankGradients(self, inputs)
         part = self.begin(inputs, gradients, call.reduction, is_last)
+        inputs = self._with_head(inputs, part)
         looks_at_elements = not inputs.is_handed_over and not is_whole and part.micro_batches > 1
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
@@ -215,7 +216,7 @@ class RankEngine(Engine):
             report = StepReport(has_hooks, self._loss_scale(call.scaler))
             if one.loss is not None:
                 self.refuse_strange_leaves(one.loss)
-                if part.takes_all and part.replica:  # the first replica has the gradients of the same loss
+                if is_whole and part.replica:  # the first replica has the gradients of the same loss
                     for leaf, gradient, count in parameters_of_loss(one):
                         one.loss.own[id(leaf)] = (leaf, torch.zeros_like(gradient), count)
                 report.loss = loss_of_replica(one.loss.losses)
@@ -239,7 +240,7 @@ class RankEngine(Engine):
         verdict.check(kind, m, self.group.replica)
         check_scales(reports)
         of_last = [of_replica for row in reports if (of_replica := row[last].loss) is not None]
-        loss, divisor = self.replicas.loss_of_union(of_last, part, call.reduction)
+        loss, divisor = self.replicas.loss_of_union(of_last, part, "batch" if is_whole else call.reduction)
 
         exchange.sum_gradients(one)
         more = self._from_last(inputs, [] if one.loss is None else one.loss.other_results())
@@ -264,11 +265,11 @@ class RankEngine(Engine):
     ) -> ReplicaPart:
         """Exchanges messages with the other replicas about a step, or the first mini-batch of a graph in a stream."""
         replicas = self.replicas
-        if replicas.count > 1 and inputs.union.head is not None:
-            what = "forward computes what all samples share, and replicas of the pipe do not gather their inputs"
-            raise LossError(f"{what}: train with one replica")
+        if replicas.count > 1 and in_stream and inputs.union.head is not None:
+            what = "forward computes what all samples share, and replicas of the pipe do not gather it in a stream"
+            raise LossError(f"{what}: train with one replica, or with forward_backward")
         start = self.start_of(inputs, reduction, gradients.parameters, in_stream)
-        start = start if is_last and not start.joint else replace(start, known=None)
+        start = start if is_last and not inputs.takes_all(reduction) else replace(start, known=None)
         part = replicas.begin(start, () if inputs.is_handed_over else inputs.bound.combinations, in_stream)
         assert part is not None
         if replicas.count > 1 and start.is_synced:
@@ -283,9 +284,19 @@ class RankEngine(Engine):
         """Returns this rank's message to the other replicas about a mini-batch. `parameters`: in the reduction."""
         seed = inputs.seed if any(program.is_random for program in inputs.programs) else None
         is_synced, changes_buffers = self.replicas.is_synced or in_stream, bool(self.changed_here(inputs))
-        joint = str(inputs.bound.out_dims) if inputs.takes_all(reduction) else ""
+        has_head = inputs.bound.head is not None and not inputs.is_handed_over
+        joint = str((has_head, inputs.bound.out_dims if inputs.takes_all(reduction) else None))
         own = digest(parameters), changes_buffers, inputs.known, self.replicas.may_differ, joint
         return ReplicaStart(inputs.batch, len(inputs.samples), seed, is_synced, reduction, *own)
+
+    def _with_head(self, inputs: RankInputs, part: ReplicaPart) -> RankInputs:
+        """Returns the inputs with the values that samples of all replicas share, on the rank of the first stage."""
+        bound, is_first = inputs.bounds[0], inputs.bounds[0].routes.is_here(0, self.group.rank)
+        if bound.head is None or self.replicas.count == 1 or inputs.is_handed_over or not is_first:
+            return inputs
+        ways = [(dim, f"the input {place}") for place, dim in enumerate(bound.in_dims)]
+        (union,) = self.replicas.union_of(part, inputs.leaves, ways)
+        return replace(inputs, leaves=[*inputs.leaves, *bound.head(union, part.batch).values()])
 
     def _loss_scale(self, scaler: torch.amp.GradScaler | None) -> float | None:
         if scaler is None:
@@ -303,14 +314,12 @@ class RankEngine(Engine):
         known = map_tensor_leaves(lambda t: t.to(self.group.device), dict(part.known or {}))
         losses = self.losses_of(inputs, call, is_verified, known)
         losses.portion, losses.unit = part.portions[part.replica], self.replicas.unit(part)
-        losses.gather = functools.partial(self.replicas.gather, part, inputs) if part.takes_all else None
+        losses.gather = functools.partial(self.replicas.gather, part, inputs) if self.replicas.count > 1 else None
         return losses
 
     def refuse_strange_leaves(self, stage: LossStage) -> None:
         """Refuses a loss that reads parameters of the model: other ranks may hold them."""
-        if self.group.size == 1:
-            return
-        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        names = {id(p): name for name, p in self.model.named_parameters()} if self.group.size > 1 else {}
         if name := next((names[key] for key in stage.own if key in names), None):
             raise LossError(
                 f"loss_fn reads the parameter {name!r} of the model, which another rank may hold; let forward return "

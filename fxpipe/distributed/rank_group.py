@@ -34,9 +34,8 @@ def process_group_of(argument: str, devices: DeviceMesh | dist.ProcessGroup) -> 
     if isinstance(devices, DeviceMesh):
         if devices.ndim != 1:
             raise ArgumentError(
-                f"{argument} is a mesh of {devices.ndim} dimensions {tuple(devices.shape)}, with mesh_dim_names="
-                f"{devices.mesh_dim_names}; a pipe runs along one of them, and its replicas along another: with the "
-                'names ("data", "pipe") give devices=mesh["pipe"], data_parallel=mesh["data"]'
+                f"{argument} is a mesh of {devices.ndim} dimensions {devices.mesh_dim_names}; a pipe runs along one, its "
+                'replicas along another: with names ("data", "pipe") give devices=mesh["pipe"], data_parallel=mesh["data"]'
             )
         if devices.get_coordinate() is None:
             raise ArgumentError(
@@ -73,8 +72,6 @@ def common_transport(devices: Sequence[RankDevice], kind: str = "rank") -> str:
     'nccl'
     >>> common_transport([RankDevice("cuda", "nccl", "GPU-1")] * 2)
     'memory of the CPU, by gloo: ranks 0 and 1 share one device, which nccl does not allow'
-    >>> common_transport([RankDevice("cpu", None, None)] * 2)
-    'memory of the CPU, by gloo'
     """
     through_cpu = "memory of the CPU, by gloo"
     first = devices[0].backend

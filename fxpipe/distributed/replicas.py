@@ -60,7 +60,7 @@ class ReplicaStart:
     changes_buffers: bool  # True if forward changes buffers that the rank holds
     known: Mapping[int, Any] | None = None  # from the rank of the last stage: pieces of its mini-batch, by index
     may_differ: bool = False  # True if its weights may differ from other replicas
-    joint: str = ""  # dimensions of the outputs, if the loss needs all samples together
+    joint: str = ""  # the values that need all samples together, as text: the head, and the outputs for the loss
 
 
 def digest(parameters: Mapping[StageParameter, torch.Tensor]) -> str:
@@ -80,7 +80,6 @@ class ReplicaPart:
     changes_buffers: bool = False  # True if the first replica changes buffers that this rank holds
     known: Mapping[int, Any] | None = None  # pieces of the union
     may_differ: bool = False
-    takes_all: bool = False  # True if the replicas compute the loss of the union
 
     @property
     def first(self) -> int:
@@ -93,7 +92,7 @@ def part_of(starts: Sequence[ReplicaStart], replica: int, combinations: Sequence
         ("is_synced", "call forward_backward within no_sync() and without"),
         ("reduction", "call forward_backward with different values of reduction"),
         ("parameters", "train different parameters (requires_grad)"),
-        ("joint", "compute different losses of all samples together, as forward does different things"),
+        ("joint", "compute different values of all samples together, as forward does different things"),
     ):
         values = [getattr(start, name) for start in starts]
         if len({*values}) > 1:
@@ -112,7 +111,6 @@ def part_of(starts: Sequence[ReplicaStart], replica: int, combinations: Sequence
         changes_buffers=starts[0].changes_buffers,
         known=_known_of_union(starts, portions, combinations),
         may_differ=any(start.may_differ for start in starts),
-        takes_all=bool(starts[0].joint) and len(starts) > 1,
     )
 
 
@@ -122,14 +120,16 @@ def _known_of_union(
     """Combines the known pieces of all replicas into the pieces of the union."""
     if starts[0].known is None:
         return None
-    known = [start.known or {} for start in starts]
+    known, different = [start.known or {} for start in starts], "the model's loss is put together differently on each"
     if any(one.keys() != known[0].keys() for one in known):
-        raise LossError(
-            "the model's loss is put together differently on each replica: return (total, weight) of loss_fn"
-        )
-    pieces = [(place, how) for one in combinations for place, how in zip(one.pieces, one.reductions, strict=True)]
-    hows = {place: how for place, how in pieces if not isinstance(how, int)}
-    return {place: combine([one[place] for one in known], hows.get(place), portions, "a loss") for place in known[0]}
+        raise LossError(f"{different} replica: return (total, weight) of a loss_fn")
+    affine = (zip(one.pieces, one.reductions, strict=True) for one in combinations if one.is_affine)
+    union: dict[int, Any] = {}
+    for place, how in {place: how for pieces in affine for place, how in pieces if place in known[0]}.items():
+        if how is None and not _are_close([one[place] for one in known]):
+            raise LossError(f"{different} replica, by a value that differs: return (total, weight) of a loss_fn")
+        union[place] = combine([one[place] for one in known], how, portions, "a part of the model's loss")
+    return union
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +176,8 @@ def check_scales(reports: Sequence[Sequence[StepReport]]) -> None:
 def loss_of_replica(losses: MicroBatchLosses) -> ReplicaLoss:
     """Returns the loss as a message to other replicas. Raises `LossError` if it does not require grad."""
     loss = losses.total()
-    pair = map(losses.sum_of, (losses.values, losses.weights))
-    values = (*pair, losses.unit) if losses.returns_weights else (loss,)
-    return ReplicaLoss(*(value.cpu() if isinstance(value, torch.Tensor) else value for value in values))
+    pair = (*map(losses.sum_of, (losses.values, losses.weights)), losses.unit) if losses.returns_weights else (loss,)
+    return ReplicaLoss(*(value.cpu() if isinstance(value, torch.Tensor) else value for value in pair))
 
 
 def parameters_of_loss(one: MiniBatch) -> list[tuple[nn.Parameter, torch.Tensor, int]]:
@@ -394,9 +393,9 @@ class Replicas:
         others = self.group.replicas.all_gather(own, "the other replicas to compare their weights")
         if len({*others}) > 1:
             raise StateError(
-                f"replicas have different weights of the stage of rank {self.group.rank}: a stream has failed while it "
-                "was updated, when some of them had made an update and others had not (the notes of its error say how "
-                "many each had made): load a checkpoint on all ranks before training goes on"
+                f"replicas have different weights of the stage of rank {self.group.rank}: a stream has failed after "
+                "some of them, not all, had made an update (notes of its error say how many): load a checkpoint on all "
+                "ranks before training goes on"
             )
         self.may_differ = False
 
@@ -429,7 +428,7 @@ class Replicas:
         """Returns the loss of the union, and the remaining divisor or None; sets the unit of the next step."""
         if len({loss.weight is None for loss in losses}) > 1:
             raise LossError("loss_fn returns (total, weight) on some replicas and a loss on others; return one kind")
-        if part.takes_all:
+        if reduction == "batch":
             if not _are_close([loss.total for loss in losses]):
                 shown = " and ".join(f"{float(loss.total):.6g}" for loss in losses)
                 what = f"replicas compute the loss of all their samples as {shown}: loss_fn uses values that differ"
@@ -450,16 +449,22 @@ class Replicas:
         self, part: ReplicaPart, inputs: GivenInputs, own: Sequence[Any], ways: Sequence[Any], target: tuple[Any, ...]
     ) -> Iterator[tuple[list[Any], tuple[Any, ...]]]:
         """Yields outputs and target of the union; the block draws the random numbers of the first replica."""
-        # Gradients reach the outputs of this replica, and on the first replica also what all samples share.
-        device = self.group.device
-        generators = [*map(accelerator.default_generator, dict.fromkeys((torch.device("cpu"), device)))]
-        states = [generator.get_state() for generator in generators]
-        message = map_tensor_leaves(lambda t: t.detach().cpu().clone(), ([*own], target))
-        every = self.group.replicas.all_gather((inputs.batch, states, *message), "the samples of the other replicas")
-        batches, (states, *_), outputs, targets = zip(*every, strict=True)
-        outputs, targets = map_tensor_leaves(lambda t: t.to(device), (outputs, targets))
+        # Gradients reach the outputs of this replica, and on the first replica also values that all samples share.
+        generators = [*map(accelerator.default_generator, dict.fromkeys((torch.device("cpu"), self.group.device)))]
+        own_states = [generator.get_state() for generator in generators]
+        values, targets, batches, states = self.union_of(part, own, ways, target, inputs.batch, own_states)
+        with accelerator.restore_generators(generators) if part.replica else contextlib.nullcontext():
+            for generator, state in zip(generators, states[0], strict=True):
+                generator.set_state(state.cpu())
+            yield values, target_of_union(targets, batches, rows_of_inputs(inputs.bound.in_dims))
+
+    def union_of(self, part: ReplicaPart, own: Sequence[Any], ways: Sequence[Any], *more: Any) -> tuple[Any, ...]:
+        """Returns the values of the union, combined in these ways, then each of `more` from all replicas."""
+        message = map_tensor_leaves(lambda t: t.detach().cpu().clone(), ([*own], *more))
+        every = self.group.replicas.all_gather(message, "the samples of the other replicas")
+        columns, *others = map_tensor_leaves(lambda t: t.to(self.group.device), [*zip(*every, strict=True)])
         values = []
-        for value, parts, (how, what) in zip(own, zip(*outputs, strict=True), ways, strict=True):
+        for value, parts, (how, what) in zip(own, zip(*columns, strict=True), ways, strict=True):
             if how is not None:
                 parts = (*parts[: part.replica], value, *parts[part.replica + 1 :])
                 value = combine(parts, 0 if how == "stack" else how, part.portions, what)
@@ -469,10 +474,7 @@ class Replicas:
                 value = value.clone()
                 value.register_hook(torch.zeros_like)
             values.append(value)
-        with accelerator.restore_generators(generators) if part.replica else contextlib.nullcontext():
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-            yield values, target_of_union(targets, batches, rows_of_inputs(inputs.bound.in_dims))
+        return values, *others
 
     def finish_sum(
         self, gradients: Mapping[StageParameter, torch.Tensor], reports: Sequence[GradientReport]

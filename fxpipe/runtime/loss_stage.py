@@ -257,8 +257,7 @@ class MiniBatchLossStage(LossStage):
             handed_out, computed, losses.targets = bound.handed_out(values), dict[str, Any](), [target_of_union]
             combined = {one.output: one.of(handed_out, computed) for one in bound.combinations}
             if self.keep_outputs:
-                kept = bound.output(bound.handed_out(own), combined)
-                self.kept = map_tensor_leaves(torch.Tensor.detach, kept)
+                self.kept = map_tensor_leaves(torch.Tensor.detach, bound.output(bound.handed_out(own), combined))
             return losses(bound.output(handed_out, combined), 0)
 
     def output(self, outputs: Sequence[Any] | None) -> Any:

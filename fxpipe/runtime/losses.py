@@ -33,10 +33,9 @@ LOSS_REMEDIES = (
 )
 MODEL_LOSS_REMEDIES = (
     "Where the model takes the loss itself, in a way that its graph does not tell (a module kept whole, a function of "
-    "your own), let it take it by functions of torch, or return the sum and the count as outputs of their own; or take "
-    "the loss of the model's other outputs. In forward_backward a loss_fn that returns (out.loss * n, n) weighs it, n "
-    "elements that count in the micro-batch. If its micro-batches really add up otherwise, say how: "
-    "out_dims={'loss': 'sum'} for a sum, or 'mean' where the mean over samples of what they give is meant."
+    "your own), let it take it by functions of torch, or return the sum and the count as outputs of their own. "
+    "In forward_backward a loss_fn that returns (out.loss * n, n) weighs it, n elements that count in the micro-batch. "
+    "If micro-batches add up otherwise, say how: out_dims={'loss': 'sum'}, or 'mean' for a mean over samples."
 )
 LARGEST_UNIT = 2.0**60
 
@@ -201,8 +200,7 @@ def _checked_weight(weight: Any, where: str) -> Any:
         return int(weight) if isinstance(weight, Integral) else float(weight)
     what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
     raise LossError(
-        f"loss_fn returned (total, weight) for {where} with {what} as weight; expected a number or a 0-dim tensor: "
-        "how many tokens, say, the total is a sum of"
+        f"loss_fn returned (total, weight) for {where} with {what} as weight; expected a number or a 0-dim tensor"
     )
 
 

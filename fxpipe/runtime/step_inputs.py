@@ -185,7 +185,9 @@ class StepInputs:
 
 def _with_head(bound: BoundProgram, leaves: Sequence[Any], samples: int) -> Sequence[Any]:
     """Returns the inputs of the program: the model's inputs, and the values that `bound.head` computes from them."""
-    return leaves if bound.head is None else [*leaves, *bound.head(leaves, samples).values()]
+    if bound.head is None or len(leaves) == len(bound.program.inputs):  # `leaves` may already have them
+        return leaves
+    return [*leaves, *bound.head(leaves, samples).values()]
 
 
 def tensor_requires_grad(value: Any) -> bool:

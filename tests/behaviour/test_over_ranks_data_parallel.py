@@ -160,26 +160,6 @@ def unequal_lengths(mesh, chunks):
     return error, pipe.forward_backward(x, target=t, loss_fn=token_loss).item()
 
 
-class InputsOverTheirSpread(Dense):
-    def forward(self, x):
-        return super().forward(x / x.std())
-
-
-def values_that_samples_share(mesh):
-    x = torch.randn(6, 4)
-    pipe = pipe_of(InputsOverTheirSpread(), x)
-    error = raised(pipe.forward_backward, x, target=x, loss_fn=F.mse_loss)
-    assert all(p.grad is None for p in pipe.parameters())
-    return error
-
-
-def test_what_samples_of_all_replicas_share_is_refused(four_ranks):
-    for kind, text, _ in four_ranks.run(values_that_samples_share):
-        assert kind is LossError
-        assert "what all samples share" in text
-        assert "train with one replica" in text
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_mean_over_elements_of_which_replicas_have_unequal_numbers_is_refused(four_ranks, chunks):
     results = four_ranks.run(unequal_lengths, chunks)

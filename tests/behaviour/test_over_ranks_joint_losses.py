@@ -1,4 +1,4 @@
-"""A loss that needs all samples together is over 2 x 2 ranks that of the samples of both replicas."""
+"""What needs all samples together is over 2 x 2 ranks computed from the samples of both replicas."""
 
 import copy
 
@@ -71,6 +71,15 @@ def negatives_by_chance(a, b):
     return F.cross_entropy(scores, torch.zeros(len(a), dtype=torch.long)) + F.dropout(a @ b.T, 0.5).mean()
 
 
+class Series(Layered, encoder=tower):
+    """Series over the scale of all of them, which is computed of inputs alone, and a loss over their largest value."""
+
+    def forward(self, x, y):
+        scale = torch.where(x.mean() > 9, x.mean(0), x.abs().sum(0) / (x > 0).sum(0).clamp(min=1))
+        errors = self.encoder((x - x.mean(0)) / scale) - y[:, :8] / y.abs().max()
+        return errors.square().mean(), errors
+
+
 def first_of_outputs(out):
     return out[0] + 0.01 * out[1].square().sum()
 
@@ -82,6 +91,7 @@ CASES = {
     "a branch in Python": (lambda: Views(loss=with_a_branch), {}, {"chunks": 2}),
     "negatives by chance": (lambda: Views(loss=negatives_by_chance), {}, {"chunks": 3}),
     "one micro-batch of two towers": (TwoTowers, {"loss_fn": first_of_outputs}, {"chunks": 1}),
+    "a scale of all series": (Series, {"loss_fn": lambda out: out[0]}, {"chunks": 3, "balance": ["encoder.2"]}),
     "supervised": (Features, {"loss_fn": Supervised(), "reduction": "batch"}, {"chunks": 3, "schedule": "zero_bubble"}),
     "one micro-batch": (Features, {"loss_fn": Supervised(), "reduction": "batch"}, {"chunks": 1}),
     "a pair": (Features, {"loss_fn": a_pair, "reduction": "batch"}, {"chunks": 3}),
@@ -165,6 +175,8 @@ def own_outputs(out, samples, replica):
     part = slice(0, samples[0]) if replica == 0 else slice(samples[0], None)
     if isinstance(out, dict):
         return {"a": out["a"][part].detach(), "b": out["b"][part].detach(), "number": out["number"]}
+    if isinstance(out, tuple) and len(out) == 2:
+        return out[1][part].detach().square().mean(), out[1][part].detach()
     return (out[0].detach(), out[1].detach(), out[2][part].detach()) if isinstance(out, tuple) else out.detach()
 
 
@@ -262,15 +274,16 @@ def test_misuse_and_failures_end_all_ranks_and_the_next_step_works(four_ranks):
         assert losses == [results[0][1][0]] * len(texts)
 
 
-def stream(mesh):
+def stream(mesh, kind, options):
     replica = square_mesh()["data"].get_local_rank()
-    pipe = pipe_of(TwoTowers().double(), chunks=1, schedule="pipedream")
+    pipe = pipe_of(kind().double(), chunks=1, schedule="pipedream", **options)
     optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
     batches = [(tuple(batch_of(4, 2 * t + replica)[0]), {}, None) for t in range(3)]
     return raised(list, pipe.train_stream(batches, optimizer=optimizer, loss_fn=lambda out: out[0]))
 
 
-def test_a_stream_refuses_a_loss_of_all_samples(four_ranks):
-    for kind, text, _ in four_ranks.run(stream):
-        assert issubclass(kind, (LossError, DistributedError))
-        assert "train with forward_backward" in text
+@pytest.mark.parametrize(("kind", "options"), [(TwoTowers, {}), (Series, {"balance": ["encoder.2"]})])
+def test_a_stream_refuses_values_of_all_samples(four_ranks, kind, options):
+    for error, text, _ in four_ranks.run(stream, kind, options):
+        assert issubclass(error, (LossError, DistributedError))
+        assert "with forward_backward" in text
