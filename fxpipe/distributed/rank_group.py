@@ -34,8 +34,8 @@ def process_group_of(argument: str, devices: DeviceMesh | dist.ProcessGroup) -> 
     if isinstance(devices, DeviceMesh):
         if devices.ndim != 1:
             raise ArgumentError(
-                f"{argument} is a mesh of {devices.ndim} dimensions {devices.mesh_dim_names}; a pipe runs along one, "
-                'its replicas along another: of ("data", "pipe") give devices=mesh["pipe"], data_parallel=mesh["data"]'
+                f"{argument} is a mesh of {devices.ndim} dimensions {devices.mesh_dim_names}; a pipe runs along one: "
+                'with mesh_dim_names=("data", "pipe") give devices=mesh["pipe"], data_parallel=mesh["data"]'
             )
         if devices.get_coordinate() is None:
             raise ArgumentError(
