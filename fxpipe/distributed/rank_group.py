@@ -169,25 +169,22 @@ class RankGroup:
     @contextlib.contextmanager
     def together(self) -> Iterator[Connection]:
         """Runs a block on all ranks. If it fails on one, all raise (others `DistributedError`); the next reconnects."""
-        connection, lost = self._connect(), None
+        connection = self._connect()
         self.doing = ""
         try:
             yield connection
             connection.finish_all_sends()
             if self.transfers is not None:
                 self.transfers.settle()
-        except ConnectionLost as error:
-            lost = error
+        except ConnectionLost as lost:  # a name that outlives this block would close a reference cycle
+            report, board = self._report(waiting=lost.what), self._board
+            assert board is not None
+            self._fail(report)
+            raise board.cause(report, lost) from None
         except BaseException as error:
             notes = getattr(error, "__notes__", [])
             self._fail(self._report(error="\n".join([f"{type(error).__name__}: {error}", *notes])))
             raise
-        if lost is not None:
-            report = self._report(waiting=lost.what)
-            board = self._board
-            assert board is not None
-            self._fail(report)
-            raise board.cause(report, lost)
 
     def _report(self, waiting: str = "", error: str = "") -> FailureReport:
         return FailureReport(self.replica * self.size + self.rank, self.doing, waiting, error)

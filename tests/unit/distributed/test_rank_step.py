@@ -1,5 +1,9 @@
 """When a rank waits for packets, and what it holds of those that it has sent."""
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +16,7 @@ from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.packets import PacketLink
 from fxpipe.distributed.rank_exchange import _last_backwards
 from fxpipe.errors import DistributedError
+from fxpipe.runtime.mini_batch import MiniBatch
 from fxpipe.runtime.run import Run
 from fxpipe.scheduling import Action, ActionKind
 
@@ -106,6 +111,40 @@ def test_layouts_are_forgotten_by_all_ranks_in_the_same_step(four_ranks):
 def test_layouts_that_one_rank_alone_remembers_are_forgotten_by_all(two_ranks):
     for loss, expected in two_ranks.run(one_rank_alone_remembers_layouts):
         torch.testing.assert_close(loss, expected)
+
+
+def alive_after_a_failure(mesh):
+    """The mini-batches of a step that fails on the last rank: how many there were, and how many live afterwards."""
+    opened, fails, init = [], [], MiniBatch.__init__
+
+    def watched(self, *arguments, **more):
+        init(self, *arguments, **more)
+        opened.append(weakref.ref(self))
+
+    def loss_fn(y, t):
+        if fails:
+            raise ArithmeticError
+        return F.mse_loss(y, t)
+
+    x = torch.randn(4, 4)
+    pipe = fxpipe.pipeline(Dense(), mesh, 2, example_args=(x,), balance=DENSE_CUTS[2], progress=False)
+    pipe.forward_backward(x, target=x, loss_fn=loss_fn)
+    gc.collect()
+    gc.disable()
+    MiniBatch.__init__ = watched
+    fails.append(True)
+    try:
+        with contextlib.suppress(DistributedError, ArithmeticError):
+            pipe.forward_backward(x, target=x, loss_fn=loss_fn)
+        return len(opened), sum(ref() is not None for ref in opened)
+    finally:
+        MiniBatch.__init__ = init
+        gc.enable()
+
+
+def test_no_rank_holds_a_step_that_has_failed(two_ranks):
+    """Not even until the garbage collector runs, also where another rank has failed."""
+    assert two_ranks.run(alive_after_a_failure) == [(1, 0), (1, 0)]
 
 
 def test_a_gradient_is_complete_after_the_last_weight_gradients_if_the_last_backward_computes_some():
