@@ -150,8 +150,7 @@ def planned_lengths(traced: Traced, leaves: Sequence[Any]) -> Lengths:
 
 def resize_inputs(traced: Traced, leaves: Sequence[Any], samples: int, lengths: Lengths) -> list[Any]:
     """Returns the inputs of a micro-batch with this number of samples and these dynamic sizes, cut or repeated."""
-    sample = take_samples(traced, resize(traced, leaves, lengths), 0, samples)
-    return [*sample, *traced.head(sample, samples).values()] if traced.head is not None else sample
+    return [*traced.with_head(take_samples(traced, resize(traced, leaves, lengths), 0, samples), samples)]
 
 
 def other_lengths(traced: Traced, symbol: sympy.Symbol, samples: int, lengths: Lengths) -> Iterator[Lengths]:

@@ -252,14 +252,14 @@ def container_of(node: fx.Node) -> fx.Node | None:
 
 
 def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
-    """Collects the nodes from which a node is computed, itself included. Sizes as numbers have no sources."""
+    """Collects the nodes from which a node is computed, itself included. Numbers of sizes of inputs have no sources."""
     dependencies: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
         node = todo.pop()
         if node not in dependencies:
             dependencies[node] = None
-            if info(node).number is None:
+            if info(node).number is None or info(node).is_data_dependent:
                 todo.extend(node.all_input_nodes)
     return dependencies
 

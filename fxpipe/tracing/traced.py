@@ -97,6 +97,7 @@ class RecordingOptions:
     records_hooks: bool = False  # hooks that are methods of modules are recorded like lines of forward
     draws_for_python: bool = False  # torch draws the numbers that forward draws with Python or numpy
     may_overwrite: bool = False  # forward may overwrite attributes that it has not read
+    keeps_saved: bool = False  # tensors that autograd saves, since forward runs it
     reads_sequences: bool = False  # forward reads lists and tuples inside results of modules kept whole
 
 
@@ -235,6 +236,10 @@ class Traced:
     def batch_placeholders(self) -> set[fx.Node]:
         """The placeholders of inputs that hold the batch; the head does not."""
         return {n for place, n in self.placeholders.items() if dict(enumerate(self.in_dims)).get(place) is not None}
+
+    def with_head(self, leaves: Sequence[Any], samples: int) -> Sequence[Any]:
+        """Returns flattened inputs, and the values that the head computes from them."""
+        return leaves if self.head is None else [*leaves, *self.head(leaves, samples).values()]
 
     def place_of(self, placeholder: fx.Node) -> int:
         """Returns the index of the input leaf of a placeholder."""

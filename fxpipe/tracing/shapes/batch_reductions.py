@@ -212,9 +212,10 @@ class ReductionWalk:
         if node not in self.batch_dependent:
             self._piece(node, None, CONSTANT_TERMS)
         elif number is not None:
-            if info(node).is_float_number or sympy.cancel(number / self.traced.batch).free_symbols:
+            per_sample, known = sympy.cancel(number / self.traced.batch), info(node)
+            if known.is_float_number or known.is_data_dependent or per_sample.free_symbols:
                 return False
-            self._size_piece(node, number / self.traced.batch)
+            self._size_piece(node, per_sample)
         elif not self._reduction(node):
             if (dim := self._rows(node)) is None:
                 return False
@@ -353,7 +354,7 @@ class ReductionWalk:
 
     def _is_constant(self, node: fx.Node) -> bool:
         number = info(node).number
-        return number is not None and not number.free_symbols
+        return number is not None and not (number.free_symbols or info(node).is_data_dependent)
 
     def _rows(self, node: fx.Node) -> int | None:
         """Returns the dimension of the samples, if each row of the tensor belongs to one sample, in order."""

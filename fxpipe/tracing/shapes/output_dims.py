@@ -39,7 +39,7 @@ def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
         sources = node.all_input_nodes
         if any(n in dependent or not written.isdisjoint(info(n).storages) for n in sources):
             number = info(node).number
-            if number is None or number.free_symbols:
+            if number is None or number.free_symbols or info(node).is_data_dependent:
                 dependent.add(node)
                 written |= info(node).written_storages
     return dependent
@@ -226,6 +226,7 @@ class InputValues:
 
     def __call__(self, leaves: Sequence[Any], batch: int) -> dict[int, Any]:
         sizes = {**dict(self.traced.dynamic.lengths_of(leaves) or ()), self.traced.batch: batch}
+        leaves = self.traced.with_head(leaves, batch)
 
         def placeholder(node: fx.Node) -> Any:
             number = info(node).number
@@ -243,7 +244,7 @@ class InputValues:
 
 
 def _is_size(node: fx.Node) -> bool:
-    return info(node).number is not None and not info(node).is_float_number
+    return info(node).number is not None and not (info(node).is_float_number or info(node).is_data_dependent)
 
 
 def shared_values(traced: Traced) -> frozenset[fx.Node]:

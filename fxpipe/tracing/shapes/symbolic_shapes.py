@@ -80,15 +80,17 @@ def add_shapes(
         is_number = is_float or (isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool))
         known_shapes, dynamic_shapes = shapes[id(value)]
         update_info(node, known_shapes=known_shapes, dynamic_shapes=dynamic_shapes, is_float_number=is_float)
+        sources = [source for source in node.all_input_nodes if info(source).is_data_dependent]
         # A number read from a value is not a size: each step reads it again and compares.
         if is_number and not info(node).is_compared_read:
             full_number = formula(value)
             number = full_number.xreplace(example)
-            sources = [source for source in node.all_input_nodes if info(source).is_data_dependent]
-            is_data_dependent = bool(number.free_symbols - {traced.batch} or sources)
+            is_of_values = bool(sources and not number.free_symbols)  # a length that a value has cut
+            is_of_values |= any(info(source).number is not None for source in sources)
+            is_data_dependent = is_of_values or bool(number.free_symbols - {traced.batch})
             dynamic_number = None if number == full_number else full_number
             update_info(node, number=number, dynamic_number=dynamic_number, is_data_dependent=is_data_dependent)
-        elif not run.known.value_dependent_nodes.isdisjoint((node, container_of(node))):
+        elif sources or not run.known.value_dependent_nodes.isdisjoint((node, container_of(node))):
             update_info(node, is_data_dependent=True)
     of_values: list[SizeRead] = []
     conditions: list[SizeCondition] = []

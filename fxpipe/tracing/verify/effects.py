@@ -99,8 +99,7 @@ def observe_run(traced: Traced, sample: Sequence[Any], saves: bool = False) -> G
     buffers: dict[int, tuple[fx.Node, torch.Tensor]] = {}
     draws, seen = DrawStream(traced.seed), ObservedEffects()
     inputs: dict[int, torch.Tensor] = {}
-    if traced.head is not None:
-        sample = [*sample, *traced.head(sample, traced.batch_of(sample)).values()]
+    sample = traced.with_head(sample, traced.batch_of(sample))
 
     def placeholder(node: fx.Node) -> Any:
         place = traced.place_of(node)

@@ -148,15 +148,13 @@ def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dim
 
 
 def _of_any_batch(traced: Traced, leaves: Sequence[Any]) -> frozenset[fx.Node]:
-    """Returns the shared values; none if one has rows of samples, whose number is fixed in this graph."""
-    if not (shared := shared_values(traced)):
-        return shared
-    values = InputValues.of(traced, dict(enumerate(shared)), torch.device("cpu"))
+    """Returns the shared values, without those whose size is another one in a part."""
+    shared = dict(enumerate(shared_values(traced)))
+    values = InputValues.of(traced, shared, torch.device("cpu"))
     sizes = {traced.batch_of(leaves), max(1, traced.batch_of(leaves) // 2)}
     with contextlib.suppress(Exception):  # a part may not run
         runs = [values(take_samples(traced, leaves, 0, size), size) for size in sizes]
-        if all(x.shape == runs[-1][place].shape for place, x in runs[0].items()):
-            return shared
+        return frozenset(node for place, node in shared.items() if runs[0][place].shape == runs[-1][place].shape)
     return frozenset()
 
 
