@@ -27,31 +27,7 @@ class Findings:
 
 
 def findings_document(findings: Findings) -> dict[str, Any]:
-    """Returns all findings as JSON-able data. Keys are stable; new keys may be added. Units are seconds and bytes.
-
-    The keys of `plan_document`, if there is a plan, and
-        inputs               list of texts, as for --input: inputs drawn at random, if none were given
-        simulation           a step: see `simulation_document`
-        schedules            list: the same stages in several schedules, the plan's schedule first
-            schedule, micro_batches, checkpoint, step_seconds, bubble
-            device           the number of the device closest to its limit, or furthest over it
-            peak_bytes, limit_bytes, over_bytes                   for that device; the limit is null if not known
-        sweep                with --sweep, list over numbers of devices and schedules
-            devices, schedule
-            run              as in `schedules`; null if there is no such plan
-            speedup          over one device; null if the model does not run on one device
-            fits             true if the plan fits into memory
-            over_bytes       bytes over the limit
-            problem          text: why there is no plan, if memory is not the reason; else empty
-        tuning               with --tune, list of candidates; the plan is the best candidate
-            schedule, chunks, stages_per_device, checkpoint
-            data_parallel    replicas
-            mesh             list of dimensions, as in `simulation_document`
-            step_seconds     simulated; a lower bound if the candidate was not cut
-            peak_bytes       on the device that holds most
-            fits, over_bytes
-            problem          text: why it was not cut; else empty
-    """
+    """Returns all findings as JSON-able data, with the keys of docs/inspect.md."""
     document: dict[str, Any] = {} if findings.plan is None else plan_document(findings.plan)
     document["inputs"] = list(map(str, findings.drawn))
     if findings.plan is not None and findings.simulation is not None:
@@ -84,66 +60,7 @@ def _summary_values(run: StepSummary) -> dict[str, Any]:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """Returns the plan as JSON-able data. Keys are stable; new keys may be added. Units are seconds and bytes.
-
-    The keys are:
-        chunks               requested number of micro-batches
-        micro_batches        actual number: fewer if the mini-batch has fewer samples
-        micro_batch          samples in the largest micro-batch, for which the seconds and bytes of a stage are given
-        estimated_for        the hardware for which the seconds were estimated; empty if measured
-        schedule, balance, fingerprint                            as in `fxpipe.Plan`
-        checkpoint           a mode, or a list with the mode of each stage
-        why                  list of texts: how the model was traced, if not by plain recording
-        guards               list of texts: values that forward read; with other values another graph runs
-        sizes                list of {name, size, least, most, largest, dims}: sizes besides the batch that may differ
-                             from batch to batch; seconds and bytes are given for `size`, the graph is valid from
-                             `least` to `most` (null: any), memory limits apply at `largest`, `dims` are texts
-        sizes_compared       list: the same stages at several of these sizes
-            sizes            sizes by name
-            step_seconds, slowest_to_mean
-            slowest          the slowest stage
-            shares           list: the share of each stage in the total seconds
-            memory_bytes     memory of the stage that needs most
-            fullest          that stage
-            over_bytes       bytes over the limit, for the stage furthest over; null if no limit is known
-        devices              list of names; the index is the number of the device
-        placement            list: the device number of each stage; with replicas in turn, of the first replica
-        replicas             list: the number of devices of each stage. Equal numbers are replicas of the pipeline;
-                             with unequal numbers, replicas take micro-batches in turn
-        stages               list, in order
-            index, device
-            nodes            list of node names in execution order
-            code             text, for people
-            forward_seconds, backward_seconds, flops              for one micro-batch
-            loss_seconds                                          the loss, in each F of the last stage
-            parameter_bytes  parameters of the stage
-            gradient_bytes   gradients of the parameters
-            state_bytes      gradients and optimizer state
-            activation_bytes saved for backward of one micro-batch
-            checkpoint       its mode
-            sent_bytes       to the next stage for one micro-batch, without portals
-            in_flight        most micro-batches whose forward has run and whose backward has not
-            memory_bytes     peak memory of the stage
-            memory_limit     bytes; null if not known
-            memory_formula   text: `memory_bytes` in the samples `b` of a micro-batch, and the sizes
-        portals              list of {name, source, target, bytes, formula, line}: two stages, bytes of one micro-batch,
-                             their formula in `b` and the sizes, and the user's line; empty if not known
-        sendings             list of {source, target, bytes, seconds}: transfers between two stages for one micro-batch:
-                             values to a later stage, gradients to an earlier stage
-        processes            true if each device has a separate process
-        packets              list of {source, target, bytes, relayed_bytes, seconds}: over processes, the transfers
-                             across a cut for one micro-batch, and the relayed part
-        tied                 list of {names, stages, bytes}: parameters with several names, or in several stages
-        whole                list of {name, why, line}: opaque modules, each one node
-        heaviest             {name, stage, seconds, line}: the node that no cut can divide; null if not known
-        bottlenecks          list of {balance, seconds, fits}: the slowest stage of each compared cut
-        totals
-            slowest_to_mean  forward and backward seconds of the slowest device, divided by the mean over devices
-            bubble           idle share of the device time of a step
-            device_bubbles   idle share of each device
-            step_seconds     simulated: forward and backward of all micro-batches, with transfers
-            parameter_bytes  for all stages
-    """
+    """Returns a plan as JSON-able data, with the keys of docs/inspect.md."""
     figures = plan_figures(plan)
     names = "chunks micro_batches micro_batch estimated_for schedule checkpoint balance fingerprint why guards"
     stage_names = (
@@ -195,41 +112,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 
 def simulation_document(simulation: Simulation) -> dict[str, Any]:
-    """Returns a simulated step as JSON-able data.
-
-    schedule, micro_batches
-    step_seconds         for a stream, as bubble, devices and sent: a mini-batch in the steady state, with its update
-    stream               the simulated stream; null for a step
-        mini_batches     number, from an empty pipeline to an empty pipeline
-        first, last      the mini-batches between whose updates the time is measured
-        warm_up_seconds  until all devices are busy
-        drain_seconds    from when the first device has no more work
-    samples              in the mini-batch; null if not known
-    update_seconds       the optimizer, after the step; 0 if not known
-    bubble               idle share of the device time of the step
-    devices              list, in order
-        device           its name
-        busy_seconds, bubble
-        peak_bytes       peak memory
-        peak             its parts: {parameters, gradients, optimizer, activations, portals, working}
-        limit_bytes      null if not known
-    sent                 list of {source, target, bytes}: from device to device, in the full step
-    host_seconds         in which the interpreter's lock is held: no step is shorter
-    cluster              the cluster of the devices; null if no hardware was given
-        nodes, devices_per_node
-        pipe             devices of a replica
-        data             replicas
-        mesh             list of these dimensions, the outer dimension first
-    traffic              bytes of a step of all replicas; null if no hardware was given
-        within_nodes     {pipeline, reduction}: values and gradients between stages; gradients between replicas
-        between_nodes    likewise
-    reduction_seconds    reduction of gradients over replicas, on the device that takes longest
-    exposed_reduction_seconds                                     the part after the last action of the step
-    reductions           list of {stage, device, bytes, seconds, start, end}
-    critical_shares      map: the shares of F, R, B, W, U, "sending", "waiting" (for a link), "host" (Python of the
-                         workers) and "reducing" in the critical path
-    critical_path        list of texts: its actions in order, such as `1F0`: stage 1, forward, micro-batch 0
-    """
+    """Returns a simulated step as JSON-able data, with the keys of docs/inspect.md."""
     steady, cluster, traffic = simulation.steady, simulation.cluster, simulation.traffic
     names = "step_seconds micro_batches samples update_seconds host_seconds reduction_seconds exposed_reduction_seconds"
     devices = zip(

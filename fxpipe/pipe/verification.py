@@ -37,7 +37,7 @@ from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.engine import scatter_target
 from fxpipe.runtime.losses import check_reduction, checked_loss, refuse_inputs_by_name
 from fxpipe.runtime.step_inputs import scatter
-from fxpipe.tracing.forward_rng import DrawStream, is_draw_of_numbers
+from fxpipe.tracing.forward_rng import DrawStream, is_draw_of_numbers, python_draws
 from fxpipe.tracing.model_state import (
     model_on,
     preserve_state,
@@ -46,6 +46,7 @@ from fxpipe.tracing.model_state import (
     without_gradients,
 )
 from fxpipe.tracing.node_info import info, named_arguments
+from fxpipe.tracing.record.patches import replaced
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS
 from fxpipe.utils import accelerator
@@ -203,6 +204,7 @@ def verify(
         input_names=tuple(leaf.path for leaf in traced.leaves),
         opaque=opaque_methods(traced),
         draws_from_stream=traced.draws_from_stream,
+        draws_for_python=traced.recording_options is not None and traced.recording_options.draws_for_python,
     )
     try:
         want, moved = step.of_plain_model(calls, bound.devices[0])
@@ -255,6 +257,7 @@ class _Step:
     input_names: tuple[str, ...]
     opaque: OpaqueMethods
     draws_from_stream: tuple[bool, ...]  # for each draw of numbers, whether it decides for the step, as in layer drop
+    draws_for_python: bool  # as in `RecordingOptions`
     # The leaves that loss_fn uses, and their earlier gradients.
     loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
@@ -313,7 +316,9 @@ class _Step:
                     stack.enter_context(_moved_by_rounding([*model.parameters(), *inputs.values(), *of_loss], unit))
                 for i, call in enumerate(calls):
                     draws = SeededDraws(mix_seed(seed, i), device, DrawStream(seed), self.draws_from_stream)
-                    with draws, draws.as_one_node(model, self.opaque):
+                    in_node = partial(getattr, draws, "is_inside")
+                    python = python_draws(in_node, torch.Tensor.item) if self.draws_for_python else []
+                    with draws, replaced(python), draws.as_one_node(model, self.opaque):
                         output = model(*call.args, **call.kwargs)
                     loss, weight = weighted_sum(output), None
                     if self.loss_fn is not None:

@@ -1,9 +1,9 @@
 """Code for `torch.compile`, without nodes that it does not support.
 
 It does not support generators. Dropout multiplies by noise from a custom operator, which draws when the code runs, so
-the compiler's graph neither breaks nor changes from step to step. All other random nodes run uncompiled, and so does a
-forward that continues as Python (`record.graph_break`). The operator's tag keeps the compiler from recomputing the
-noise in backward, when another micro-batch may be running. On a CPU the noise equals the noise of uncompiled code.
+the compiler's graph neither breaks nor changes from step to step. Other random nodes run uncompiled; so do gradients
+in forward, and a forward that continues as Python. The operator's tag keeps the compiler from recomputing the noise in
+backward, when another micro-batch may be running. On a CPU the noise equals the noise of uncompiled code.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fxpipe.rewriting.rng import RandomCall, seeded_generator
 from fxpipe.tracing.node_info import info
+from fxpipe.tracing.record.gradients import differentiate
 
 
 @torch.library.custom_op("fxpipe::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -34,16 +35,17 @@ def _(like: Tensor, p: float, ordinal: int) -> Tensor:
 def with_compilable_rng(run: fx.GraphModule) -> fx.GraphModule:
     """Replaces unsupported nodes of the code; returns the same code if it has none."""
     drawing = [node for node in run.graph.nodes if isinstance(getattr(node.target, "drawing", None), RandomCall)]
-    continued = [node for node in run.graph.nodes if info(node).is_graph_break and node not in drawing]
-    if not drawing and not continued:
+    gradients = [n for n in run.graph.nodes if getattr(n.target, "__module__", "") == differentiate.__module__]
+    uncompiled = [*gradients, *(node for node in run.graph.nodes if info(node).is_graph_break)]
+    if not drawing and not uncompiled:
         return run
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(run.graph, copies))
+    for node in uncompiled:
+        copies[node].target = torch.compiler.disable(node.target)
     for node in drawing:
         copies[node].target = _compilable_function(node.target)
-    for node in continued:
-        copies[node].target = torch.compiler.disable(node.target)
     return fx.GraphModule({}, graph, class_name=type(run).__name__)
 
 

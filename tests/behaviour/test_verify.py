@@ -71,8 +71,15 @@ def test_a_right_pipe_is_equal_within_rounding():
             assert kinds(fxpipe.verify(pipe, x, target=target, loss_fn=cross_entropy)) == {"output", "input"}
 
 
-def test_layers_that_are_left_out_by_chance_are_left_out_of_the_plain_model_too():
-    with piped(Blocks(nn.Sequential(LeftOut(), LeftOut())), 2, profile_budget=0.0) as pipe:
+class LeftOutByPython(Blocks):
+    def forward(self, x):
+        h = F.dropout(self.a(x))
+        return {"logits": self.b(h if random.random() < 0.5 else self.between(h))}
+
+
+@pytest.mark.parametrize("model", [lambda: Blocks(nn.Sequential(LeftOut(), LeftOut())), LeftOutByPython])
+def test_layers_that_are_left_out_by_chance_are_left_out_of_the_plain_model_too(model):
+    with piped(model(), 2, profile_budget=0.0) as pipe:
         for seed in range(4):
             torch.manual_seed(seed)
             assert fxpipe.verify(pipe, batch()[0])

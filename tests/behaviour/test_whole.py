@@ -153,7 +153,9 @@ def _tied() -> Model:
 def _of_grad(module, x):
     with torch.enable_grad():
         given = x.detach().requires_grad_()
-        (found,) = torch.autograd.grad(module.lin(given).square().sum(), given, create_graph=True)
+        h = module.lin(given).square()
+        h[:, 0] = 0  # a gradient of what was written to is not recorded
+        (found,) = torch.autograd.grad(h.sum(), given, create_graph=True)
     return x + found
 
 

@@ -34,6 +34,7 @@ from fxpipe._torch.module_internals import MODULE_DICT_KEYS, hook_stores
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.tracing.forward_rng import python_draws
 from fxpipe.tracing.node_info import RandomDraws, update_info
+from fxpipe.tracing.record.gradients import differentiate
 from fxpipe.tracing.record.graph_break import call_with_graph_break
 from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
 from fxpipe.tracing.record.opaque_call import active, call_function, call_hook, call_leaf_module, whole_methods
@@ -60,6 +61,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
     here = threading.get_ident()
     PATCH_TURN.acquire()
     outer, active.recorder = active.recorder, recorder
+    recorder.replacements[torch.autograd.grad] = functools.partial(differentiate, recorder)
     module_call, module_setattr = nn.Module.__call__, nn.Module.__setattr__
 
     def is_elsewhere() -> bool:

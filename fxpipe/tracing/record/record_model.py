@@ -105,6 +105,8 @@ def record(
                 is_drawn = "" in recorder.random.python_modules
                 if recorder.hides_sequences:
                     options = replace(options, reads_sequences=True)
+                elif recorder.differentiates and not options.keeps_saved:
+                    options = replace(options, keeps_saved=True)
                 elif not isinstance(error, TraceError):
                     if not recorder.sizes.was_refused_as_key:
                         raise
@@ -242,7 +244,7 @@ def _record_once(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
         ended_modules=tuple(recorder.ended_modules),
         overwritten=overwritten,
     )
-    erase_unused_nodes(traced, keeping=("size", operator.getitem))  # sizes may still turn out to be data-dependent
+    erase_unused_nodes(traced, ("size", operator.getitem), recorder.repeated)  # sizes may still depend on values
     return replace(traced, signature=signature_of(traced.graph))
 
 
@@ -314,11 +316,13 @@ def _flat_output(recorder: Recorder, result: Any) -> tuple[tuple[Any, ...], pytr
     return tuple(map(argument, leaves)), spec
 
 
-def erase_unused_nodes(traced: Traced, keeping: Collection[Any] = ()) -> None:
+def erase_unused_nodes(traced: Traced, keeping: Collection[Any] = (), repeated: Collection[fx.Node] = ()) -> None:
     needed = {n for read in traced.size_reads for n in read.operands if isinstance(n, fx.Node)}
     needed |= {read.tensor for read in traced.layout_reads}
     for node in reversed(list(traced.graph.nodes)):
-        if node.target in _ERASABLE and node.target not in keeping and not node.users and node not in needed:
+        may_go = node.target in _ERASABLE and node.target not in keeping
+        may_go |= node in repeated and not info(node).written_storages
+        if may_go and not node.users and node not in needed:
             traced.graph.erase_node(node)
 
 

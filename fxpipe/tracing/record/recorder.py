@@ -214,6 +214,9 @@ class Recorder(TorchFunctionMode):
         self.recording, self._step = True, step
         self.options, self.whole, self.graph_breaks = options, options.whole, options.graph_breaks
         self.sizes, self.random = SizeRecorder(self), RandomRecorder(self, seed)
+        self.replacements: dict[Any, Callable[..., Any]] = {}  # functions that record a call in another way
+        self.differentiates = False  # True if forward runs autograd, for which only another recording keeps tensors
+        self.repeated = dict[fx.Node, None]()  # nodes that a gradient runs again: not needed if nothing else uses them
         self.listeners: dict[str, Callable[[str, Any], None]] = {}  # by path of a module: gets the calls that it makes
         self.calls = Counter[str]()  # calls of other modules, by path of the calling module
         self.python_reads = PythonReads(model)
@@ -414,6 +417,8 @@ class Recorder(TorchFunctionMode):
             self.sizes.read_length(args[0], 0)
             return self._plainly(func, args, kwargs)
         self._refuse_unrecordable(func, name, args, kwargs)
+        if func in self.replacements:
+            return self.replacements[func](*args, **kwargs)
         if functions.SPLIT_FUNCTIONS.get(name) == 2 and isinstance((*args, 1)[1], torch.Tensor):
             self.__torch_function__(torch.Tensor.__index__, (), args[1:2])
         if name in functions.SPLIT_FUNCTIONS and args and not isinstance((*args, 1)[1], (list, tuple)):
@@ -460,7 +465,7 @@ class Recorder(TorchFunctionMode):
         with self.pause():  # a custom op applies autograd.Functions
             seed, before = torch.default_generator.initial_seed(), forward_rng.generator_states()
             versions = [(t, version_of(t)) for t in tensors_in((args, kwargs)) if not t.is_inference()]
-            with saving_block_for(func, self._forgetting):
+            with contextlib.nullcontext() if self.options.keeps_saved else saving_block_for(func, self._forgetting):
                 result = self._plainly(func, args, kwargs)
             changed = [t for t, version in versions if version_of(t) != version]
             for tensor in filter(self.knows, changed):

@@ -126,8 +126,6 @@ def refusal_of_call(
     if isinstance(kwargs.get("generator"), torch.Generator):
         remedy = "draw from torch's default one (leave out generator=)"
         return "draws from a random generator of its own", remedy, False
-    if name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
-        return "runs autograd inside forward", f"do so outside forward{OPAQUE_REMEDY}", True
     if name == "_pack_padded_sequence":
         return "packs a sequence, whose sizes depend on lengths", "use padded tensors and a mask", True
     if is_in_functorch_transform():
