@@ -16,6 +16,7 @@ with dynamic sizes are compared with their model at other sizes: the recording's
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,14 +35,14 @@ from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_state
-from fxpipe.tracing.node_info import info, named_arguments, parameter_names, state_of
+from fxpipe.tracing.node_info import dependencies_of, info, named_arguments, parameter_names, state_of
 from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.observed_shapes import observe_graph, observed_tensors, resized
-from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify import equivalence
 from fxpipe.tracing.verify.effects import Effects, running_statistics
-from fxpipe.utils.batch_split import micro_batch_sizes
+from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.pytree import flatten
 
@@ -99,7 +100,32 @@ def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] =
 def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Returns whether `parts`, the graph of micro-batches of these sizes, may run instead of the mini-batch's."""
     excuse_sizes(parts, leaves, {*sizes})
-    return all(map(parts.holds_at, sizes)) and bool(_give_same_outputs(whole, parts, leaves, sizes))
+    same = all(map(parts.holds_at, sizes)) and _give_same_outputs(whole, parts, leaves, sizes)
+    return bool(same) and not _samples_meet(whole, leaves, sizes)
+
+
+def _samples_meet(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Returns whether outputs with rows use a float without rows, such as a minimum, of several micro-batches."""
+    # The graph runs on these inputs, and with those of the first, then of the last micro-batch scaled.
+    results = zip(traced.handed_out, traced.handed_out_dims, strict=True)
+    used = {n for result, how in results if isinstance(how, int) for n in dependencies_of(result)}
+    sizes_of = {n: [size for one in info(n).shapes for size in one.shape] for n in used if n.op in CALL_OPS}
+    watched = [n for n, of_node in sizes_of.items() if not any(size.free_symbols for size in of_node)]
+
+    def values_with(start: int, stop: int) -> list[torch.Tensor]:
+        changed = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+        for x, dim in zip(changed, traced.in_dims, strict=True):
+            if dim is not None and x.is_floating_point():
+                rows = rows_per_sample(dim)
+                x.narrow(dim, start * rows, (stop - start) * rows).mul_(-30)  # far outside of what the others have
+        with preserve_state(traced.model):
+            values = run_deterministically(traced, changed, True, watched)
+        return [x for x in flatten(values)[0] if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+    batch = traced.batch_of(leaves)
+    runs = [values_with(*part) for part in ((0, 0), (0, sizes[0]), (batch - sizes[-1], batch))]
+    same = functools.partial(torch.isclose, equal_nan=True)
+    return any(bool((~same(x, first) & ~same(x, last)).any()) for x, first, last in zip(*runs, strict=True))
 
 
 def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool | None:
@@ -196,8 +222,11 @@ def can_run_deterministically(traced: Traced) -> bool:
     return traced.carried_state.keys().isdisjoint(str(n.target) for n in traced.graph.nodes if n.op == "get_attr")
 
 
-def run_deterministically(traced: Traced, sample: Sequence[Any], is_opened: bool = False) -> list[Any]:
-    """Returns the values that a micro-batch returns. `is_opened`: with parameters that hide nothing (`opened`)."""
+def run_deterministically(
+    traced: Traced, sample: Sequence[Any], is_opened: bool = False, results: Sequence[Any] | None = None
+) -> list[Any]:
+    """Returns the values of `results`, by default those of a micro-batch. `is_opened`: with `opened` parameters."""
+    results = traced.handed_out if results is None else results
     # Only opaque Python may compute gradients inside.
     grad = any(info(node).opaque is not None for node in traced.nodes)
 
@@ -215,10 +244,10 @@ def run_deterministically(traced: Traced, sample: Sequence[Any], is_opened: bool
             return run_deterministic_node(node, values.__getitem__)
 
     values: NodeValues = {}
-    keep = [node for node in traced.handed_out if isinstance(node, fx.Node)]
+    keep = [node for node in results if isinstance(node, fx.Node)]
     for _ in run_nodes([*traced.graph.nodes], values, placeholder, attribute, work, keep):
         pass
-    return [values[one] if isinstance(one, fx.Node) else one for one in traced.handed_out]
+    return [values[one] if isinstance(one, fx.Node) else one for one in results]
 
 
 def opened(tensor: torch.Tensor) -> torch.Tensor:
