@@ -33,7 +33,7 @@ from fxpipe.distributed.connection import Connection, content_of, pickled
 from fxpipe.distributed.device_transfers import DeviceTransfers
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import InternalError
-from fxpipe.runtime.run import Link, Run
+from fxpipe.runtime.run import Fences, Run
 from fxpipe.runtime.transport import MemoryForm, is_packable, pack
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
 from fxpipe.scheduling.streams import StreamSchedule
@@ -269,7 +269,7 @@ class LossReport(NamedTuple):
     is_verified: bool  # True if the loss of all outputs together was compared with the sum over micro-batches
 
 
-class PacketLink(Link):
+class PacketLink(Fences):
     """The packets of one rank in a step or in a stream. Only one row runs here, so nothing else is waited for."""
 
     def __init__(
@@ -282,6 +282,7 @@ class PacketLink(Link):
     ):
         """`name`: equal for steps whose packets usually have equal layouts: graph, input sizes. `order`: a stream's."""
         self.mailbox, self.placement, self._name, self._order = mailbox, placement, name, order
+        super().__init__()
         self._group = group
         self._coming: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, packets not expected yet
         self._needed: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, packets not received yet

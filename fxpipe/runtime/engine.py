@@ -34,7 +34,7 @@ from fxpipe.runtime.loss_checks import LossHistories, LossVerdict
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import MODEL_LOSS_REMEDIES, LossCall, MicroBatchLosses
 from fxpipe.runtime.mini_batch import MiniBatch
-from fxpipe.runtime.run import End, Link, Run, StepOrder
+from fxpipe.runtime.run import End, Fences, Run, StepOrder
 from fxpipe.runtime.stage_updates import OverlappedUpdates, actions_before_updates, update_rows
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs, gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.step_record import StepNotes, StepRecord, step_record_of
@@ -152,7 +152,7 @@ class Engine:
         return one
 
     def _run_of(
-        self, one: MiniBatch, order: StepOrder | None = None, link: Link | None = None, end: End | None = None
+        self, one: MiniBatch, order: StepOrder | None = None, link: Fences | None = None, end: End | None = None
     ) -> Run:
         run = Run(one.stage_devices, one.transport, self._caller_context, one.state, order, link, end)
         run.add(0, one)

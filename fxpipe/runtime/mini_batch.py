@@ -4,7 +4,6 @@ F  runs a stage, and keeps its autograd graph for B.
 R  runs the stage again with the inputs of F, for a micro-batch whose graph was not kept.
 B  runs the backward of that graph, sends the gradients of values to other stages and sums the gradients of parameters.
 W  computes the gradients of weights that B leaves, for micro-batches whose backward the schedule splits.
-U  updates the weights of a stage, if the optimizer overlaps with the step.
 
 `exchange` holds the values between stages, `stage_instance` runs a stage. The results of an action live until
 their last reader: `saved` from F to R, `pending` from F or R to B, `tapes` from B to W.

@@ -59,32 +59,13 @@ class StepOrder:
         return (Action(kind, j, i - 1),) if i and kind is ActionKind.FORWARD and j in in_order else ()
 
 
-class Link:
-    """Carries the results of actions to other rows."""
-
-    def wait(self, run: Run, action: Action) -> None:
-        """Returns when what an action needs is here, or when the run has failed."""
-
-    def wait_behind(self, action: Action) -> None:
-        """Returns when an action has ended in another row of this process."""
-
-    def passed(self, run: Run, action: Action) -> None:
-        """Notes that an action has ended, for those that wait for it."""
-
-    def open_all(self) -> None:
-        """Lets all waiting rows go on, which see the failure of the run."""
-
-    def forget(self, stages: int, micro_batches: range) -> None:
-        """Forgets the first micro-batches, whose actions have all ended."""
-
-
 # Most fences are open when a worker reaches them. So passed actions are recorded in a set, and only a worker that has
 # to wait creates an event. No opening is missed: the passing worker records the action first and then looks for an
 # event, the waiting worker adds an event first and then looks at the record.
 
 
-class Fences(Link):
-    """The fences of a run, one for each action that others wait for. An open fence stays open."""
+class Fences:
+    """A fence for each action that others wait for; once open it stays open. Over processes: `PacketLink`."""
 
     def __init__(self) -> None:
         self._passed: set[Action] = set()
@@ -93,6 +74,7 @@ class Fences(Link):
         self._all_open = False
 
     def wait(self, run: Run, action: Action) -> None:
+        """Returns when what an action needs is here, or when the run has failed."""
         for needed in run.needs(action):
             self.wait_behind(needed)
 
@@ -106,6 +88,7 @@ class Fences(Link):
         return action in self._passed or action.micro_batch < self._ended or self._all_open
 
     def passed(self, run: Run, action: Action) -> None:
+        """Notes that an action has ended, for those that wait for it."""
         self._passed.add(action)
         event = self._events.get(action)
         if event is not None:
@@ -117,6 +100,7 @@ class Fences(Link):
             event.set()
 
     def forget(self, stages: int, micro_batches: range) -> None:
+        """Forgets the first micro-batches, whose actions have all ended."""
         self._ended = micro_batches.stop  # first: a worker that finds nothing recorded looks at it
         for action in itertools.starmap(Action, itertools.product(ActionKind, range(stages), micro_batches)):
             self._passed.discard(action)
@@ -159,7 +143,7 @@ class Run:
         context: CallerContext,
         state: ThreadState,
         order: StepOrder | StreamSchedule | None = None,
-        link: Link | None = None,
+        link: Fences | None = None,
         end: End | None = None,
     ):
         """`stage_devices`: by stage, of its replicas."""

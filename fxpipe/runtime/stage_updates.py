@@ -130,11 +130,7 @@ def actions_before_updates(
 def update_rows(
     stages: Collection[int], placement: Sequence[int], micro_batch: int, replicas: Sequence[int] = ()
 ) -> Rows:
-    """Returns rows of U only: the stages of each device, in order; for replicas, in the row whose turn it is.
-
-    >>> [[*map(str, row)] for row in update_rows([1], (0, 1), 2, replicas=(1, 2))]
-    [[], ['1U2'], []]
-    """
+    """Returns rows of U only: the stages of each device, in order; for replicas, in the row whose turn it is."""
     rows = tuple(
         tuple(Action(ActionKind.UPDATE, j, micro_batch) for j in sorted(stages) if placement[j] == d)
         for d in range(max(placement) + 1)

@@ -38,7 +38,7 @@ from fxpipe.runtime.loss_checks import LossHistory, LossVerdict
 from fxpipe.runtime.loss_stage import NOT_AFFINE
 from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.mini_batch import MiniBatch
-from fxpipe.runtime.run import End, Link, Run
+from fxpipe.runtime.run import End, Fences, Run
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
 from fxpipe.runtime.step_inputs import GivenInputs, tensor_requires_grad
 from fxpipe.runtime.step_record import StepLog, StepNotes
@@ -242,7 +242,7 @@ class Stream:
         loss: LossCall,
         seed: int,  # of the stages
         *,
-        link: Link | None = None,
+        link: Fences | None = None,
     ):
         transport = Transport(device for own in stage_devices for device in own)
         self.name, self.engine, self.optimizer, self.loss, self.seed = str(schedule), engine, optimizer, loss, seed

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.devices import on_cpu, workers
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError
+from fxpipe.errors import ArgumentError, TraceError
 
 D = 6
 
@@ -284,3 +285,19 @@ def test_a_value_of_the_mini_batch_decides_also_for_the_graph_of_a_micro_batch()
 def test_samples_that_will_meet_behind_a_gate_are_refused_in_the_graph_of_a_micro_batch() -> None:
     with pytest.raises(fxpipe.errors.TraceError, match=r"Eq\(b, 4\).* do not make what the model makes"):
         fxpipe.pipeline(Pictures(is_gated=True), workers(2), 2, example_kwargs=pictures(2, 2, 2, 2))
+
+
+class Together(Layered, first=D, last=D):
+    """A loop over the samples finds their least value, and only a least value above zero changes what is made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        least = torch.stack([row.min() for row in h]).min()
+        return torch.where(least > 0, torch.relu(self.last(h)), self.last(h))
+
+
+def test_what_a_loop_makes_of_all_samples_decides_in_no_micro_batch() -> None:
+    """In the batch of planning it decides nothing, so all values are right."""
+    torch.manual_seed(0)
+    with pytest.raises(TraceError, match="do not make what the model makes of the mini-batch"):
+        fxpipe.pipeline(Together(), workers(2), 2, example_args=(torch.randn(4, D),))

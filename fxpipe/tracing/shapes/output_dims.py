@@ -160,7 +160,7 @@ def uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
     for place, (output, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
         if isinstance(output, fx.Node) and isinstance(dim, int) and place not in traced.told:
             rows = info(output).shapes[0].shape[dim]
-            if sympy.cancel(rows / traced.batch).free_symbols and (rows.free_symbols or not traced.is_for_one_size):
+            if sympy.cancel(rows / traced.batch).free_symbols:
                 uneven.append((output.name, rows))
     return tuple(uneven)
 
@@ -182,10 +182,6 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -
             if walk.joins is not None:
                 raise
             cause = unknown
-        example = batch_sizes(traced.leaves, traced.in_dims)
-        alike = [d for d, size in enumerate(_sizes_of(output)) if {size} == example]
-        if traced.is_for_one_size and len(alike) == 1:  # of rows that a loop over the samples makes; runs will tell
-            return alike[0]
         if any(size.free_symbols for size in _sizes_of(output)):
             why = "holds the batch in several dimensions"
         else:

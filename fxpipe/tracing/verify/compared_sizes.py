@@ -7,7 +7,7 @@ hold for each size that runs, or make no difference. The checks, in this order:
 2. Model and graph agree on that number of samples: the size is *excused*.
 3. The joined outputs of the mini-batch's graph on micro-batches equal its outputs on the mini-batch. This check also
    runs if the batch size is, or may be, a number in the graph's computation.
-4. The joined outputs of a graph recorded for a micro-batch do: it runs instead.
+4. The joined outputs of a graph recorded for a micro-batch do, and need nothing that all samples share: it runs.
 
 Checks 3 and 4 require outputs that can be joined, no random numbers, and are valid for this mini-batch only. Graphs
 with dynamic sizes are compared with their model at other sizes: the recording's inputs are cut or repeated.
@@ -108,9 +108,8 @@ def _samples_meet(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -
     """Returns whether outputs with rows use a float without rows, such as a minimum, of several micro-batches."""
     # The graph runs on these inputs, and with those of the first, then of the last micro-batch scaled.
     results = zip(traced.handed_out, traced.handed_out_dims, strict=True)
-    used = {n for result, how in results if isinstance(how, int) for n in dependencies_of(result)}
-    sizes_of = {n: [size for one in info(n).shapes for size in one.shape] for n in used if n.op in CALL_OPS}
-    watched = [n for n, of_node in sizes_of.items() if not any(size.free_symbols for size in of_node)]
+    used = {n for result, how in results if isinstance(how, int) for n in dependencies_of(result) if n.op in CALL_OPS}
+    watched = [n for n in used if not any(size.free_symbols for one in info(n).shapes for size in one.shape)]
 
     def values_with(start: int, stop: int) -> list[torch.Tensor]:
         changed = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -177,19 +176,14 @@ def values_differ_message(parts: Traced) -> str:
 def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
     failing = [(s, r) for s in sizes for r in traced.batch_conditions if not r.holds(s)]
     failing += [(s, r) for s in sizes for r in traced.failing_conditions(s)]
-    if not failing and not traced.recorded_sizes:
+    if not failing:
+        why = "some samples belong together (x[: len(x) // 2 * 2]), or act on each other"
+        if traced.recorded_sizes:
+            line = next((read.where for read in traced.batch_conditions), "len(x), range(len(x))")
+            why = f"what forward computes with the batch size (as in {line}) is another number there"
         return (
             f"micro-batches of {' and '.join(map(str, sorted(sizes)))} do not make, put together, what the model makes "
-            f"of the mini-batch of {batch}: some samples belong together (x[: len(x) // 2 * 2]), or act on each other; "
-            "choose the batch size and chunks so that those stay together (chunks=1)"
-        )
-    if not failing:
-        line = next((read.where for read in traced.batch_conditions), "len(x), range(len(x))")
-        return (
-            f"what forward computes with the batch size (as in {line}) is another "
-            f"number in micro-batches of {' and '.join(map(str, sorted(sizes)))}, and what these make is, put "
-            f"together, not what the model makes of the mini-batch of {batch}; use chunks=1, or take the batch size "
-            "out of what forward computes"
+            f"of the mini-batch of {batch}: {why}; choose the batch size and chunks so that it is the same (chunks=1)"
         )
     size, read = failing[0]
     condition = read.condition.xreplace({symbol: sympy.Integer(n) for symbol, n in traced.dynamic.example})
