@@ -470,6 +470,12 @@ RUNTIME = (
         "behaviour/test_lazy_state.py::test_a_cached_property_of_what_forward_sets_is_not_left_from_planning",
     ),
     Mutant(
+        "tracing/verify/compared_sizes.py",
+        "return bool(same) and not _samples_meet(whole, leaves, sizes)",
+        "return bool(same)",
+        "behaviour/test_rows_per_sample.py::test_what_a_loop_makes_of_all_samples_decides_in_no_micro_batch",
+    ),
+    Mutant(
         "tracing/verify/sample_rows.py",
         "for place, node in shared.items() if runs[0][place].shape == runs[-1][place].shape",
         "for place, node in shared.items()",
