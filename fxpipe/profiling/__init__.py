@@ -148,6 +148,7 @@ def profile(
                     traced,
                     effects,
                     leaves,
+                    counts.nodes,
                     place,
                     micro_batch,
                     others,
@@ -197,16 +198,9 @@ def profile(
             work=work_of(tuple((point, of[end].ran) for point, of in timings.items() if end in of), here),
         )
     name = "" if chosen is None else chosen.name
+    fingerprint = traced.fingerprint()
     return Profile(
-        tuple(costs),
-        micro_batch,
-        traced.batch,
-        str(place),
-        name,
-        counts.saved,
-        traced.fingerprint(),
-        of_loss,
-        here.others,
+        tuple(costs), micro_batch, traced.batch, str(place), name, counts.saved, fingerprint, of_loss, here.others
     )
 
 

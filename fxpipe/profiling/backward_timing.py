@@ -1,9 +1,7 @@
 """Measures the backward of nodes, many in a row, as in a real backward.
 
 Nodes wait until the forwards have created `WINDOW_BYTES` bytes, or copied parameters take too much memory; then all run
-backward, the last first. Directly after their forwards small nodes would take up to twice as long, since their code is
-cold, and large nodes too little. A node with inputs and parameters runs backward twice: to all of them, and to its
-inputs alone.
+backward, the last first. Directly after its forward a small node would take up to twice as long, a large node less.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ class PendingBackward:
     starts: list[torch.Tensor]  # and ends at these
     totals: list[torch.Tensor | None]  # sums of gradients of parameters
     times: list[float]  # the list to append its seconds to
-    then: PendingBackward | None = None  # a second pass over the same graph, to run immediately
 
 
 class BackwardQueue:
@@ -48,46 +45,32 @@ class BackwardQueue:
         self.clock = clock
         # Bytes for parameters that were copied to the device.
         self.room = math.inf if figures is None else _PARAMETER_SHARE * figures.available
-        self.first: list[PendingBackward] = []
-        self.again: list[PendingBackward] = []
+        self.waiting: list[PendingBackward] = []
         self.clear()
 
     def __bool__(self) -> bool:
-        return bool(self.first)
+        return bool(self.waiting)
 
-    def wait(self, waiting: PendingBackward, again: bool = False) -> None:
-        """Queues a node. `again`: for a second pass, over a new graph."""
-        (self.again if again else self.first).append(waiting)
+    def wait(self, waiting: PendingBackward) -> None:
+        self.waiting.append(waiting)
         self._bytes += bytes_in(waiting.ends)
-
-    def go_if_full(self) -> None:
         if self._bytes > WINDOW_BYTES or self.parameter_bytes > self.room:
             self.go()
 
     def go(self) -> None:
         """Times all pending backwards. Each starts from ones: gradients after many nodes may become denormal: slow."""
-        while self.first:
-            waiting = self.first.pop()
-            self._one(waiting)
-            if waiting.then is not None:
-                self._one(waiting.then)
-        while self.again:
-            self._one(self.again.pop())
+        while self.waiting:
+            waiting = self.waiting.pop()
+            ones = list(map(torch.ones_like, waiting.ends))
+            with naming_node(waiting.node, "measuring"):
+                seconds = self.clock.backward_seconds(waiting.ends, waiting.starts, ones, waiting.totals)
+            waiting.times.append(seconds)
         self.clear()
 
     def clear(self) -> None:
-        self.first.clear()
-        self.again.clear()
+        self.waiting.clear()
         self._bytes = 0  # of their ends
         self.parameter_bytes = 0  # of parameters that were copied to the device for them
-
-    def _one(self, waiting: PendingBackward) -> None:
-        ones = list(map(torch.ones_like, waiting.ends))
-        with naming_node(waiting.node, "measuring"):
-            seconds = self.clock.backward_seconds(
-                waiting.ends, waiting.starts, ones, waiting.totals, keeps_graph=waiting.then is not None
-            )
-        waiting.times.append(seconds)
 
 
 _TICKS = 30
@@ -144,7 +127,6 @@ class Clock:
         starts: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
         totals: Sequence[torch.Tensor | None],
-        keeps_graph: bool = False,
     ) -> float:
         """Measures backward from `ends` to `starts`, as a part of a longer backward.
 
@@ -154,7 +136,6 @@ class Clock:
         Args:
             gradients: gradients of `ends`.
             totals: tensors to which the gradients of `starts` are added; None for no sum.
-            keeps_graph: keep the graph for another backward.
         """
         if not ends or not starts:
             return 0.0
@@ -167,7 +148,7 @@ class Clock:
                 empty = tensors[: len(ends)], tensors[: len(starts)], ones, ()
                 by_itself = self.seconds(_run_backward, *empty)[0]
             try:
-                seconds, _ = self.seconds(_run_backward, ends, starts, gradients, totals, keeps_graph)
+                seconds, _ = self.seconds(_run_backward, ends, starts, gradients, totals)
             except RuntimeError as error:
                 if not has_no_way_back(error):
                     raise
@@ -180,9 +161,8 @@ def _run_backward(
     starts: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     totals: Sequence[torch.Tensor | None],
-    keeps_graph: bool = False,
 ) -> None:
-    results = torch.autograd.grad(ends, starts, gradients, retain_graph=keeps_graph, allow_unused=True)
+    results = torch.autograd.grad(ends, starts, gradients, allow_unused=True)
     for gradient, total in zip(results, totals, strict=False):
         if total is not None and gradient is not None:
             total.add_(gradient)

@@ -198,9 +198,9 @@ class _SizeRuns:
     def run(self) -> dict[SizePoint, StorageObservations]:
         """Runs for the micro-batch, for two other numbers of samples, and for a third if these are on no line."""
         samples, runs = self.samples, self.runs
-        runs[size_point(samples, self.lengths)] = self._observe(samples, self.lengths)
         values = (*tensors_in(self.leaves), *slots_of(self.traced.model).values())
         reads = any(map(runs_python, self.effects.nodes))
+        runs[size_point(samples, self.lengths)] = self._observe(samples, self.lengths)
         self._once = is_faked() or (not reads and all(t.device.type == "cpu" for t in values))
         # With few samples also twice their number: small tensors may all fit into one page of memory of a library.
         twice = [2 * samples] if 1 < samples <= 4 else []
@@ -224,12 +224,13 @@ class _SizeRuns:
 
     def _observe(self, size: int, lengths: Lengths) -> StorageObservations:
         sample = resize_inputs(self.traced, self.leaves, size, lengths)
-        if self._once:
-            # If something depends on values, all nodes run.
+        observe = functools.partial(observe_storages, self.traced, self.effects, sample)
+        skips = not (self.keeps_outputs or any(map(runs_python, self.effects.nodes)))  # products are not computed
+        if self._once or skips:  # if something depends on values, all nodes run, with their products
             with contextlib.suppress(Exception), preserve_state(self.traced.model):
-                return observe_storages(self.traced, self.effects, sample, True, self.keeps_outputs)
+                return observe(self._once, self.keeps_outputs, skips)
         with preserve_state(self.traced.model):  # an opaque module may write to memory that it does not own
-            return observe_storages(self.traced, self.effects, sample, False, self.keeps_outputs)
+            return observe(False, self.keeps_outputs)
 
     def _run_at_other_lengths(self, batches: Sequence[int]) -> None:
         """Runs at other dynamic sizes: each alone, then combined. `batches`: samples of earlier runs, ascending."""

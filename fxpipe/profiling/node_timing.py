@@ -22,7 +22,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, TypeAlias
 
@@ -30,12 +30,13 @@ import torch
 from torch import fx
 
 from fxpipe._torch.thread_state import set_thread_state
-from fxpipe.hardware import Hardware, NodeWork
+from fxpipe.hardware import HARDWARE, Hardware, NodeWork
 from fxpipe.profiling.backward_timing import BackwardQueue, Clock, PendingBackward
 from fxpipe.profiling.flops import NO_OPERATIONS, NodeOperations
 from fxpipe.profiling.formulas import planned_lengths, resize_inputs, size_point
 from fxpipe.profiling.loss_cost import LossOf
 from fxpipe.profiling.node_kinds import NodeValue, TensorSignature, distinct_tensors, kind_of_node, map_tensors_in
+from fxpipe.profiling.profile_data import NodeCost
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.interpreter import naming_node
@@ -45,18 +46,17 @@ from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils import accelerator
 from fxpipe.utils.polynomial import SizePoint
-from fxpipe.utils.progress import ProgressStep, progress
+from fxpipe.utils.progress import progress
 
-LONG_SECONDS = 0.05  # seconds of a node, one way, above which noise and warm-up matter little
-SAMPLES_OF_LONG = 2  # number of samples of such a node
-# Seconds above which one sample is enough: there is another size, and a plan needs no more than percents.
-VERY_LONG_SECONDS = 0.2
-_SUM_SAMPLES = 5  # samples of the seconds to add gradients
+LONG_SECONDS = 0.005  # seconds of a node, one way, above which two samples are enough if they agree
+# Above which noise and warm-up matter little, and one sample is enough: a plan needs no more than percents.
+VERY_LONG_SECONDS = 0.05
 # Tolerated error of the median of a kind's samples; one of these is enough.
 MEDIAN_TOLERANCE = 0.02  # relative to the median
-NEGLIGIBLE_SHARE = 0.002  # relative to the seconds of the graph, for all nodes of the kind together
+NEGLIGIBLE_SHARE = 0.005  # relative to the seconds of the graph, for all nodes of the kind together
 UNIMPORTANT_SECONDS = 5e-6
-MAX_SAMPLES = 25
+MAX_SAMPLES = 15
+KEPT_BYTES = 1 << 28  # limit of the values that stand for other values
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,14 @@ class NodeTiming:
 
 @dataclass(slots=True)
 class TimingSamples:
-    """Seconds of one kind of node: backward to all tensors that require grad, and again only to those of inputs."""
+    """Seconds of one kind of node."""
 
     is_warm: bool  # keep the next sample
     needs_one: bool  # one sample is enough
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
-    to_inputs: list[float] = field(default_factory=list)  # if backward runs to both, inputs and parameters
-    has_inputs: bool = False  # backward runs to inputs
-    has_parameters: bool = False
     gives_grad: tuple[bool, ...] = ()  # requires_grad by tensor of the value
     leaves_grad: tuple[bool, ...] = ()  # requires_grad afterwards by tensor that it writes to
-
-    @property
-    def has_both(self) -> bool:
-        return self.has_inputs and self.has_parameters
 
     @property
     def forward_seconds(self) -> float:
@@ -101,20 +94,12 @@ class TimingSamples:
     def backward_seconds(self) -> float:
         return max(0.0, median(self.backward))
 
-    @property
-    def weight_seconds(self) -> float:
-        if not self.has_both:
-            return self.backward_seconds if self.has_parameters else 0.0
-        if not self.to_inputs:  # not measured
-            return 0.0
-        return self.backward_seconds - min(self.backward_seconds, max(0.0, median(self.to_inputs)))
-
     def are_precise(self, negligible: float) -> bool:
         """Returns whether the medians are accurate enough, or to `negligible` seconds.
 
         The error of the median of n samples is about their interquartile range over the root of n.
         """
-        for samples in (self.forward, self.backward, self.to_inputs):
+        for samples in (self.forward, self.backward):
             if len(samples) > 1:
                 lower, middle, upper = quantiles(samples, n=4, method="inclusive")
                 if (upper - lower) / len(samples) ** 0.5 > max(MEDIAN_TOLERANCE * middle, negligible):
@@ -134,26 +119,23 @@ class TimingRounds:
     deadline: float
     step: Callable[[], object]  # called after each node
     device: torch.device | None = None  # device to run on; None: where model and inputs are
-    times_input_gradient: bool = True  # if there are gradients of parameters, also time backward without them
     keeps_outputs: bool = False  # for a loss
     samples: dict[Hashable, TimingSamples] = field(default_factory=dict)
     kind: dict[fx.Node, Hashable] = field(default_factory=dict)  # the key of its samples
     values: dict[fx.Node, NodeValue] = field(default_factory=dict)  # alive in this round: leaves of autograd
     _written: set[int | None] = field(init=False)  # alias classes
-    _of_inputs: set[fx.Node] = field(init=False)  # nodes that depend on inputs, and so differ between micro-batches
     _number: Counter[Hashable] = field(default_factory=Counter)  # number of nodes of a kind
-    _sums: dict[TensorSignature, float] = field(default_factory=dict)  # seconds to add two gradients
-    _sums_of: dict[fx.Node, float] = field(default_factory=dict)  # of its inputs
     _back: BackwardQueue = field(init=False)
     _chosen: set[fx.Node] = field(default_factory=set)  # nodes to sample in this round
     _taken: Counter[fx.Node] = field(default_factory=Counter)  # number of samples
     _negligible: float = 0.0  # seconds, for all nodes of a kind
+    _kept: dict[Hashable, torch.Tensor] = field(default_factory=dict)  # by kind: a value
+    _room: int = KEPT_BYTES  # for more of these
     outputs: dict[fx.Node, NodeValue] = field(default_factory=dict)  # values of the model's output in the first round
 
     def __post_init__(self) -> None:
         self._back = BackwardQueue(self.clock, self.device)
         self._written = set().union(*self.effects.written_classes)
-        self._of_inputs = dependents_of(self.traced, self.traced.placeholders.values())
 
     def round(self) -> bool:
         """Runs another round if any node needs a sample; returns whether it did."""
@@ -183,10 +165,11 @@ class TimingRounds:
             self._negligible = NEGLIGIBLE_SHARE * sum(one.forward_seconds + one.backward_seconds for one in known)
         return stop > 0
 
-    def measured(self, node: fx.Node) -> NodeTiming:
+    def measured(self, node: fx.Node, weight_share: float = 0.0) -> NodeTiming:
+        """`weight_share`: of the node's backward, the part that computes gradients of parameters."""
         samples = self.samples[self.kind[node]]
-        backward = samples.backward_seconds + self._sums_of[node]
-        return NodeTiming(samples.forward_seconds, backward, samples.weight_seconds)
+        backward = samples.backward_seconds
+        return NodeTiming(samples.forward_seconds, backward, backward * weight_share)
 
     def _missing(self, kind: Hashable) -> int:
         samples = self.samples[kind]
@@ -196,7 +179,7 @@ class TimingRounds:
         if count >= MAX_SAMPLES or samples.needs_one or time.perf_counter() >= self.deadline:
             return 0
         seconds = max(samples.forward_seconds, samples.backward_seconds)
-        limit = 1 if seconds >= VERY_LONG_SECONDS else SAMPLES_OF_LONG if seconds >= LONG_SECONDS else MAX_SAMPLES
+        limit = 1 if seconds >= VERY_LONG_SECONDS else 2 if seconds >= LONG_SECONDS else MAX_SAMPLES
         repeats = min(self.repeats, limit)
         if count < repeats:
             return repeats - count
@@ -212,7 +195,8 @@ class TimingRounds:
             self._keep_waiting(written)
         if node not in self.kind:
             _, *arguments = self._call(node)
-            kind = self.kind[node] = kind_of_node(self.traced, node, arguments, self.values, written)
+            sums = tuple(self._is_summed(n, node) for n in node.all_input_nodes)
+            kind = self.kind[node] = kind_of_node(self.traced, node, arguments, self.values, written), sums
             self._number[kind] += 1
             if kind not in self.samples:
                 # A user's hook may have visible side effects: it runs no more often than necessary.
@@ -223,10 +207,10 @@ class TimingRounds:
         if node in self._chosen and not (samples.forward and time.perf_counter() >= self.deadline):
             self._taken[node] += 1
             result = self._sample(node, written, samples)
-        if node not in self._sums_of:
-            self._sums_of[node] = self._time_sums(node, place, written) if any(samples.gives_grad) else 0.0
         if result is None and not node.users and not written:
             return
+        if result is None and self.kind[node] in self._kept and not self.keeps_outputs:  # a loss may read values
+            result = (self._kept[self.kind[node]],)
         if result is None or written:
             function, args, kwargs = self._bound(node, self.values)
             # The Python of an opaque call runs as in training: it may register hooks on its results.
@@ -236,7 +220,16 @@ class TimingRounds:
         (value,) = result
         grads = iter(samples.gives_grad)
         self.values[node] = map_tensors_in(lambda t: t.detach().requires_grad_(next(grads)), value)
+        self._keep(node, self.values[node])
         self._spread_grad(written, samples.leaves_grad)
+
+    def _keep(self, node: fx.Node, value: NodeValue) -> None:
+        """Keeps a value for the nodes of the kind that are not timed, unless its numbers or its memory matter."""
+        symbols = {symbol for shape in info(node).shapes for size in shape.shape for symbol in size.free_symbols}
+        is_own = info(node).opaque is None and self.effects.alias[node] not in self._written
+        is_noise = isinstance(value, torch.Tensor) and value.is_floating_point() and symbols <= {self.traced.batch}
+        if is_own and is_noise and self.kind[node] not in self._kept and (size := bytes_in(value)) <= self._room:
+            self._kept[self.kind[node]], self._room = value, self._room - size
 
     def _call(self, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         if self.device is None:
@@ -296,34 +289,6 @@ class TimingRounds:
     def _sample(self, node: fx.Node, written: Sequence[fx.Node], samples: TimingSamples) -> tuple[NodeValue]:
         """Times a node's forward and queues its backward. Returns its value in a tuple, since it may be None."""
         starts = {id(t): (n, t) for n in node.all_input_nodes for t in tensors_in(self.values[n]) if t.requires_grad}
-        every, inputs = [t for _, t in starts.values()], [t for n, t in starts.values() if n in self._of_inputs]
-        seconds, value, ends = self._forward(node, written, samples)
-        samples.has_inputs, samples.has_parameters = bool(ends and inputs), bool(ends) and len(inputs) < len(every)
-        is_kept, samples.is_warm = samples.is_warm or seconds > LONG_SECONDS, True
-        if is_kept:
-            samples.forward.append(seconds)
-        totals = [t.detach().clone() if n.op == "get_attr" else None for n, t in starts.values()]
-        for n, t in starts.values():
-            if n.op == "get_attr" and attribute_tensor(self.traced, n).device != t.device:
-                self._back.parameter_bytes += 2 * bytes_in(t)  # with its gradient sum
-        times = samples.backward if is_kept else []
-        waiting = PendingBackward(node, ends, every, totals, times)
-        if not (samples.has_both and is_kept and self.times_input_gradient):
-            self._back.wait(waiting)
-        elif seconds > LONG_SECONDS:
-            then = PendingBackward(node, ends, inputs, [], samples.to_inputs)
-            self._back.wait(replace(waiting, then=then))
-        else:
-            self._back.wait(waiting)
-            again = self._forward(node, written, samples)[2]
-            self._back.wait(PendingBackward(node, again, inputs, [], samples.to_inputs), again=True)
-        self._back.go_if_full()
-        return (value,)
-
-    def _forward(
-        self, node: fx.Node, written: Sequence[fx.Node], samples: TimingSamples
-    ) -> tuple[float, NodeValue, list[torch.Tensor]]:
-        """Returns the seconds of a node, its value, and the tensors from which its backward starts."""
         values = self.values
         if written:
             with torch.enable_grad():  # autograd forbids writes to a leaf, but not to its clone
@@ -334,34 +299,24 @@ class TimingRounds:
         changed = [t for n in written for t in tensors_in(values[n])]
         samples.gives_grad = tuple(t.requires_grad for t in tensors_in(value))
         samples.leaves_grad = tuple(t.requires_grad for t in changed)
-        return seconds, value, distinct_tensors(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
+        ends = distinct_tensors(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
+        is_kept, samples.is_warm = samples.is_warm or seconds > VERY_LONG_SECONDS, True
+        if is_kept:
+            samples.forward.append(seconds)
+        sums = {n for n, _ in starts.values() if n.op == "get_attr" or (n not in written and self._is_summed(n, node))}
+        totals = [t.detach().clone() if n in sums else None for n, t in starts.values()]
+        for n, t in starts.values():
+            if n.op == "get_attr" and attribute_tensor(self.traced, n).device != t.device:
+                self._back.parameter_bytes += 2 * bytes_in(t)  # with its gradient sum
+        times = samples.backward if is_kept else []
+        self._back.wait(PendingBackward(node, ends, [t for _, t in starts.values()], totals, times))
+        return (value,)
 
-    def _time_sums(self, node: fx.Node, place: int, written: Sequence[fx.Node]) -> float:
-        """Returns the seconds to add the gradients from a node to the gradients from later users."""
-        seconds = 0.0
-        for source in node.all_input_nodes:
-            value = self.values[source]
-            if source.op == "get_attr" or source in written:
-                continue
-            # Does it also get a gradient from after this place?
-            users = [u for u in source.users if self.effects.place.get(u, -1) > place]
-            is_output = self.effects.last[source] == len(self.effects.nodes)
-            is_summed = is_output or any(map(self.effects.requires_grad.get, users))
-            if is_summed and isinstance(value, torch.Tensor) and value.requires_grad:
-                seconds += self._seconds_of_sum(value)
-        return seconds
-
-    def _seconds_of_sum(self, value: torch.Tensor) -> float:
-        """Measures the sum of two gradients of `value`, once for equal signatures."""
-        if value.layout != torch.strided:
-            return 0.0
-        like = TensorSignature.of(value)
-        if like not in self._sums:
-            with torch.no_grad():
-                total, gradient = torch.zeros_like(value), torch.zeros_like(value)
-                samples = [self.clock.seconds(total.add_, gradient)[0] for _ in range(_SUM_SAMPLES + 1)]
-            self._sums[like] = median(samples[1:])  # the first is a warm-up
-        return self._sums[like]
+    def _is_summed(self, source: fx.Node, node: fx.Node) -> bool:
+        """Returns whether an argument of a node also gets a gradient from a later user."""
+        effects = self.effects
+        users = [u for u in source.users if effects.place.get(u, -1) > effects.place[node]]
+        return effects.last[source] == len(effects.nodes) or any(map(effects.requires_grad.get, users))
 
 
 def dependents_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
@@ -382,6 +337,7 @@ def measure(
     traced: Traced,
     effects: Effects,
     leaves: Sequence[Any],
+    costs: Mapping[fx.Node, NodeCost],
     device: torch.device,
     micro_batch: int,
     others: Iterable[int] = (),
@@ -394,6 +350,7 @@ def measure(
     """Measures every working node on the first samples of flattened inputs. The model is not changed.
 
     Args:
+        costs: the counts of the nodes: the share of gradients of parameters in backward follows from operations.
         device: device to run on; parameters and inputs on other devices are copied one by one.
         micro_batch: number of samples to run.
         others: further numbers of samples, the best first. The first at which the graph runs is measured as well.
@@ -405,24 +362,19 @@ def measure(
     with (
         torch.inference_mode(False),
         accelerator.current_device(device),
-        progress("profiling", budget, "s") as spend,
+        progress("profiling", None) as step,
         warnings.catch_warnings(),
     ):
         # Tensors are copied to a GPU one by one, so the weights of an RNN are not contiguous there.
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-        clock, step = Clock.on(device), _budget_step(budget, spend)
-
-        deadline = time.perf_counter() + budget
-
+        clock, deadline = Clock.on(device), time.perf_counter() + budget
         own = planned_lengths(traced, leaves)
         here = size_point(micro_batch, own)
 
         def rounds_of(size: int, lengths: Lengths) -> TimingRounds:
-            sample, to_inputs = resize_inputs(traced, leaves, size, lengths), size_point(size, lengths) == here
+            sample = resize_inputs(traced, leaves, size, lengths)
             keeps_outputs = loss is not None and lengths == own  # there is no target for other sizes
-            return TimingRounds(
-                traced, effects, sample, clock, repeats, deadline, step, device, to_inputs, keeps_outputs
-            )
+            return TimingRounds(traced, effects, sample, clock, repeats, deadline, step, device, keeps_outputs)
 
         rounds = {here: rounds_of(micro_batch, own)}
         rounds[here].round()
@@ -444,25 +396,10 @@ def measure(
             for point, values in outputs.items():
                 if (call := loss(values, point.b)) is not None:
                     of_loss[point] = NodeTiming(*call.seconds(clock, repeats), 0.0, *call.probe())
-    timings = {point: {n: one.measured(n) for n in effects.nodes} for point, one in rounds.items()}
-    for timing in (timing for point, timing in timings.items() if point != here):
-        for node, like in timings[here].items():  # the share of parameter gradients was measured for the micro-batch
-            share = like.weight_seconds / like.backward_seconds if like.backward_seconds else 0.0
-            timing[node] = replace(timing[node], weight_seconds=share * timing[node].backward_seconds)
+    works = {node: cost.work for node, cost in costs.items() if cost.work is not None}
+    likes = {node: NodeTiming.estimated(work, HARDWARE["cpu"], here) for node, work in works.items()}
+    shares = {node: like.weight_seconds / (like.backward_seconds or 1.0) for node, like in likes.items()}
+    timings = {point: {n: one.measured(n, shares.get(n, 0.0)) for n in effects.nodes} for point, one in rounds.items()}
     for point, of_outputs in of_loss.items():
         timings[point][traced.graph.output_node()] = of_outputs
     return timings
-
-
-def _budget_step(budget: float, spend: ProgressStep) -> Callable[[], object]:
-    """Makes a function to call after each node, which reports the spent budget. Needed work may exceed it."""
-    start, spent, nodes = time.perf_counter(), 0.0, 0
-
-    def step() -> None:
-        nonlocal spent, nodes
-        nodes += 1
-        now = min(time.perf_counter() - start, budget)
-        spend(now - spent, f"{nodes} nodes run")
-        spent = now
-
-    return step

@@ -24,13 +24,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import KEPT_TENSOR, saved_names, version_of
 from fxpipe._torch.error_messages import forbids_saved_tensor_hooks
-from fxpipe._torch.modes import TorchDispatchMode
 from fxpipe._torch.tensor_data import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import StateError
 from fxpipe.profiling.node_kinds import TensorSignature, kind_of_node, map_tensors_in
 from fxpipe.profiling.probe import Probe, detached_alone, probe_node
-from fxpipe.tracing.fake_tensors import fake_if_active, is_faked
+from fxpipe.tracing.fake_tensors import WithoutProducts, fake_if_active, is_faked
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.model_state import container_tensors, slots_of
@@ -41,27 +40,6 @@ from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects
 
 INPUT_PLACE = -1  # the maker of an input
-
-
-class ValuesNeededError(Exception):
-    """Values are needed, in a run in which they may be values of other nodes."""
-
-
-class _ForbidValues(TorchDispatchMode):
-    """While it is active, an operation that returns values to Python, or whose result has a size that depends on
-    values, raises an error."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _VALUE_TAGS.isdisjoint(func.tags):
-            # The size of `x[index]` depends on masks, but not on integer indices.
-            masks = (torch.bool, torch.uint8)
-            is_gather = func is torch.ops.aten.index.Tensor and all(t.dtype not in masks for t in tensors_in(args[1]))
-            if not is_gather:
-                raise ValuesNeededError(f"{func} of what may be the value of another node")
-        return func(*args, **(kwargs or {}))
-
-
-_VALUE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +80,12 @@ class StorageObservations:
 
 
 def observe_storages(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], once: bool = False, keeps_outputs: bool = False
+    traced: Traced,
+    effects: Effects,
+    leaves: Sequence[Any],
+    once: bool = False,
+    keeps_outputs: bool = False,
+    without_products: bool = False,
 ) -> StorageObservations:
     """Runs the graph, and one node of each kind separately, forward and backward (`probe_node`).
 
@@ -113,13 +96,14 @@ def observe_storages(
         once: run one node of each kind only, and use its value for the others. For runs in which no values are read,
             and sharing of memory between them does not matter.
         keeps_outputs: keep the outputs of the model.
+        without_products: do not compute products of matrices (`WithoutProducts`).
 
-    With `once` it raises `ValuesNeededError` if counts depend on values, and `ChangedInPlaceError` if a node changes
-    more of its arguments than their values: then run without it.
+    Both may raise `ValuesNeededError`; `once` also `ChangedInPlaceError`: a node changes more of arguments than values.
     """
     observer = _StorageObserver(traced, effects, once, keeps_outputs)
     try:
-        return observer.run(leaves)
+        with WithoutProducts(is_blind=True) if once or without_products else contextlib.nullcontext():
+            return observer.run(leaves)
     finally:  # break a reference cycle: values refer to their history, it to the hooks, and these to the observer
         for values in (observer.values, observer.first, observer.outputs):
             values.clear()
@@ -149,9 +133,8 @@ class _StorageObserver:
         self._begin(leaves)
         place = self.effects.place
         last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in self.traced.graph.nodes}
-        without_values = _ForbidValues() if self.once else contextlib.nullcontext()
         for at, node in enumerate(self.effects.nodes):
-            with naming_node(node, "looking at what is saved by"), without_values:
+            with naming_node(node, "looking at what is saved by"):
                 self._visit(node, at)
             for used in (*node.all_input_nodes, node):
                 if last[used] <= at:

@@ -23,6 +23,7 @@ from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.fake_tensor_mode import LOGGER, FakeTensor, FakeTensorMode, unset_fake_temporarily
+from fxpipe._torch.modes import TorchDispatchMode
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, tensor_stores
 from fxpipe._torch.operators import DEVICE_OF, schema_of
 from fxpipe.tracing.model_state import tensors_of
@@ -92,6 +93,41 @@ class ModelFakeMode(FakeTensorMode):
 
 
 _LRU_CACHE = type(functools.lru_cache(id))
+
+
+class ValuesNeededError(Exception):
+    """Values are needed, in a run in which they may be other values."""
+
+
+class WithoutProducts(TorchDispatchMode):
+    """While it is active, zeros stand for products of matrices on the CPU: nearly all arithmetic of many models.
+
+    If `is_blind`, operations that return values to Python, or a result whose size depends on values, raise an error.
+    """
+
+    def __init__(self, is_blind: bool = False) -> None:
+        super().__init__()
+        self.is_blind = is_blind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS and not kwargs and {*map(type, args)} <= {torch.Tensor, nn.Parameter}:
+            *_, left, right = args
+            kinds = {(t.dtype, t.device.type, t.layout) for t in args}
+            is_plain = left.is_floating_point() and kinds == {(left.dtype, "cpu", torch.strided)}
+            if is_plain and (*left.shape[:-2], left.shape[-1]) == right.shape[:-1]:
+                return torch.zeros((*left.shape[:-1], right.shape[-1]), dtype=left.dtype, device="cpu")
+        if self.is_blind and not _VALUE_TAGS.isdisjoint(func.tags):
+            # The size of `x[index]` depends on masks, but not on integer indices.
+            masks = (torch.bool, torch.uint8)
+            is_gather = func is torch.ops.aten.index.Tensor and all(t.dtype not in masks for t in tensors_in(args[1]))
+            if not is_gather:
+                raise ValuesNeededError(f"{func} of what may be other values")
+        return func(*args, **(kwargs or {}))
+
+
+_ATEN = torch.ops.aten
+_PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default)
+_VALUE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
 class _Current(threading.local):

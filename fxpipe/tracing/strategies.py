@@ -21,7 +21,7 @@ from torch import nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
-from fxpipe.tracing.fake_tensors import is_faked
+from fxpipe.tracing.fake_tensors import WithoutProducts, is_faked
 from fxpipe.tracing.guards import expectations_of, extract_guards, reads_are_of_all_samples, refuse_unguardable
 from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, methods_to_keep
@@ -179,8 +179,9 @@ def _record_by_size(request: TraceRequest, options: RecordingOptions, recordings
     def record_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         nonlocal options
 
-        def again(disguised: Disguise) -> Traced:
-            return record(request.model, args, kwargs, options, request.seed, disguised)
+        def again(disguised: Disguise, without_products: bool = False) -> Traced:
+            with WithoutProducts() if without_products else contextlib.nullcontext():
+                return record(request.model, args, kwargs, options, request.seed, disguised)
 
         traced = replace(again({}), again=again)
         refuse_unguardable(traced)

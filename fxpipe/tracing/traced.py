@@ -199,7 +199,7 @@ class Traced:
     of_mini_batch: Traced | None = None  # the graph that this graph, of a micro-batch, replaces; its guards hold, too
     batch_bounds: tuple[int, int | None] = (0, None)  # the user's bounds for the samples of a mini-batch
     has_keys_of_sizes: bool = False  # was a value looked up in a cache by a size?
-    again: Callable[[Mapping[Any, int]], Traced] | None = None
+    again: Callable[..., Traced] | None = None  # records again with disguised sizes (`record.other_sizes`)
     recording_options: RecordingOptions = PLAIN_RECORDING  # those that were needed
     device: torch.device | None = None  # to which planning moved the model for tracing; None: not moved
     signature: int = 0  # equal for recordings of the same functions on the same values; see `signature_of`

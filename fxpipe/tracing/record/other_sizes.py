@@ -12,6 +12,7 @@ all recordings. The graph holds only for the recorded sizes (see `min(int(x.shap
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -325,9 +326,20 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
         return None
     if traced.constants.keys() - container_tensors(model).keys():  # tables outside modules, perhaps one for each size
         return None
-    if not is_same_recording(traced, record_on(*sample)):  # a model that remembers its inputs
+    plain = record_on(*sample)
+    if not is_same_recording(traced, plain):  # a model that remembers its inputs
         return None
-    return dataclasses.replace(traced, leaves=leaves, recorded_samples=samples)
+    assert traced.again is not None
+    again = functools.partial(_record_again, plain, traced.again)
+    return dataclasses.replace(traced, leaves=leaves, recorded_samples=samples, again=again)
+
+
+def _record_again(plain: Traced, again: RecordFunction, disguised: Disguise) -> Traced:
+    """Records a slow model again, without its products if nothing depends on them."""
+    with contextlib.suppress(Exception):
+        if not disguised or is_same_recording(plain, again(disguised, without_products=True)):
+            return plain
+    return again(disguised)
 
 
 # Python may use a size that depends on values, or one that may vary, without a method call (`range(size)`, the index of

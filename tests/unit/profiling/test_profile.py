@@ -223,7 +223,7 @@ def test_operations_are_found_beside_measuring() -> None:
     assert [operation.flops(3) for operation in work.backward] == [2 * 3 * 8 * 8, 0]
 
 
-def test_weight_part_is_measured() -> None:
+def test_weight_part_follows_from_operations() -> None:
     x = torch.randn(64, 256)
     costs = profiled(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), x)
     first, relu, last = costs.nodes
@@ -496,8 +496,22 @@ def test_error_of_a_node_names_it() -> None:
     assert "while looking at what is saved by linear" in raised.value.__notes__[0]
 
 
+def test_nodes_that_are_not_timed_take_the_value_of_one_of_their_kind() -> None:
+    model = nn.Sequential(*(nn.Tanh() for _ in range(4)), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    traced = trace(model, (x,))
+    seconds = itertools.count()  # between any two looks at the clock: 1, so that one sample is enough
+    clock = Clock(lambda: next(seconds))
+    rounds = TimingRounds(traced, traced.effects, [x], clock, 5, math.inf, lambda: None)
+    ran: list[fx.Node] = []
+    bound = TimingRounds._bound
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TimingRounds, "_bound", lambda self, node, values: ran.append(node) or bound(self, node, values))
+        run_all_rounds(rounds)
+    assert ran == [traced.nodes[0], traced.nodes[-1]]
+
+
 def test_a_long_node_runs_forward_once() -> None:
-    """And goes back twice, to all and to its inputs."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     x = torch.randn(3, 4)
     traced = trace(model, (x,))
@@ -509,7 +523,7 @@ def test_a_long_node_runs_forward_once() -> None:
     run_all_rounds(rounds)
     found = [rounds.measured(node) for node in (first, norm, last)]
     assert [m.forward_seconds for m in found] == [1, 1, 1]
-    assert [(m.backward_seconds, m.weight_seconds) for m in found] == [(1, 1), (1, 0), (1, 0)]
+    assert [m.backward_seconds for m in found] == [1, 1, 1]
     assert len(calls) == 1
 
 

@@ -17,9 +17,10 @@ from torch import nn
 import fxpipe
 from fxpipe.profiling import memory
 from fxpipe.profiling.memory import GraphCounts
-from fxpipe.profiling.saved_storages import ValuesNeededError, observe_storages
+from fxpipe.profiling.saved_storages import observe_storages
 from fxpipe.rewriting.cut_points import forbidden_cuts
 from fxpipe.tracing import Traced, trace
+from fxpipe.tracing.fake_tensors import ValuesNeededError
 
 
 def some_cuts(traced: Traced, cuts: int = 4) -> list[tuple[int, ...]]:

@@ -70,6 +70,18 @@ def test_no_run_on_more_samples_than_a_micro_batch():
     assert {*seen} == {2, 3}  # gradients and two calls are compared on two
 
 
+def test_recordings_for_other_numbers_of_samples_compute_no_products():
+    seen = UnseenList()
+
+    def noting(x):
+        with torch._C.DisableTorchFunction():
+            seen.append(bool(x.detach().any()))
+        return x.tanh()
+
+    assert fxpipe.trace(calling(noting), (EXAMPLE,), chunks=4).recorded_samples == 3
+    assert [*seen].count(False) == 2
+
+
 def by_parts(x):
     """Four samples at a time: the same as all at once for up to four, and another graph for more."""
     return torch.cat([x[n : n + 4].tanh() for n in range(0, len(x), 4)])
