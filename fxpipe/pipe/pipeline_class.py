@@ -36,11 +36,6 @@ _classes: weakref.WeakValueDictionary[tuple[type, type], type[Any]] = weakref.We
 _lock = threading.Lock()
 
 
-def class_of_model(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """Returns the class of models of a class of pipes; None for `Pipeline`."""
-    return getattr(kind, "_fxpipe_class_of_model", None)
-
-
 def pipeline_class(base: type[nn.Module], kind: type[Any]) -> type[Any]:
     """Returns the class of pipes of models of class `kind`, a subclass of both; `base` is the class of pipes."""
     result: type[Any] | None = _classes.get((base, kind))

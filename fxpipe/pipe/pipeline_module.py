@@ -14,7 +14,7 @@ from torch import nn
 from fxpipe._torch.module_internals import STORE_NAMES, is_in_data_parallel_forward
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipe.model_calls import ModelCall, check_iterable
-from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, set_up
+from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, pipeline_class, set_up
 from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.pipe.train_stream import StreamLoop, TrainStream, stream_policy
 from fxpipe.planning.options.parse import DROP_IN_SCHEDULE, parse_compile, parse_switch
@@ -27,6 +27,7 @@ from fxpipe.scheduling.streams import WeightPolicy
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
 from fxpipe.tracing.source_lines import code_of_function, line_of_function
 from fxpipe.tracing.tensors import has_values
+from fxpipe.utils.python_objects import class_of_model
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, with_article
 
 # The summary of a pipe that `print` shows before the model: devices, schedule and stages.

@@ -51,8 +51,6 @@ from fxpipe.utils.accelerator import mix_seed
 from fxpipe.utils.output_combination import needing_all
 
 RECORDED_MINI_BATCHES = 32  # mini-batches of a stream in `last_step`: the last ones
-
-
 NO_GRADIENTS = (
     "the gradient of a parameter is asked for in the middle of a stream (train_stream), in which each stage updates as "
     "soon as it has gradients, and there is no time at which those of all stages are there. What needs them all "

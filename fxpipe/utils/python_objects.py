@@ -246,3 +246,8 @@ class NotKept:
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __eq__ = _refuse
     __int__ = __float__ = __index__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
     __hash__ = None  # type: ignore[assignment]
+
+
+def class_of_model(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Returns the class of models of a class of pipes; None for `Pipeline`."""
+    return getattr(kind, "_fxpipe_class_of_model", None)

@@ -18,8 +18,8 @@ from fxpipe._torch.functions import opname, overload_writes
 from fxpipe._torch.module_internals import global_hooks
 from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import TraceError
-from fxpipe.pipe.pipeline_class import class_of_model
 from fxpipe.tracing.node_info import info
+from fxpipe.utils.python_objects import class_of_model
 
 
 class CannotRecord(TraceError):
