@@ -328,7 +328,7 @@ class PacketLink(Fences):
         self._group.doing = str(action)
 
     def passed(self, run: Run, action: Action) -> None:
-        """Sends the packet of an action; with that of the last B of a mini-batch, the report of its loss, if any."""
+        """Sends the packet of an action; the last B of a mini-batch also sends the report of its loss, if any."""
         if neighbour(action, 1, self.placement) is not None:
             t, k = run.order.place(action.micro_batch)
             one = run.mini_batches[t]

@@ -42,7 +42,7 @@ HOST_AHEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """The order of one mini-batch. That of a stream is its `StreamSchedule`."""
+    """The order of one mini-batch. A stream has a `StreamSchedule` instead."""
 
     before_updates: Mapping[int, Sequence[Action]] = field(default_factory=dict)  # by stage, what its U waits for
 
@@ -153,7 +153,7 @@ class Run:
         self.order = order or StepOrder()
         self.link = link or Fences()
         self.end = end
-        self.mini_batches: dict[int, MiniBatch] = {}  # those that run, by number
+        self.mini_batches: dict[int, MiniBatch] = {}  # by number, while they run
         self.failure: BaseException | None = None
         self.log = StepLog()
         self.has_replicas = any(len(own) > 1 for own in stage_devices)
@@ -169,7 +169,7 @@ class Run:
             self._open_all()
 
     def remove(self, t: int, micro_batches: range) -> None:
-        """Drops a mini-batch whose actions, those of `micro_batches`, have all ended, as those before."""
+        """Drops the oldest mini-batch, whose actions have all ended. `micro_batches`: its numbers in the run."""
         del self.mini_batches[t]
         self.link.forget(len(self.devices), micro_batches)
 
@@ -192,7 +192,7 @@ class Run:
             return [*self.order.awaited(action, ())]
         needed = [Action(*fence, i) for fence in one.fences.get((kind, j), ())]
         needed += self.order.awaited(action, one.ordered)
-        if kind is ActionKind.BACKWARD and one.takes_all:  # behind the only loss, of all micro-batches
+        if kind is ActionKind.BACKWARD and one.takes_all:  # after the only loss, of all micro-batches
             needed.append(Action(ActionKind.FORWARD, self._last_stage, i - k + one.micro_batches - 1))
         if self.caller_context.takes_turns:  # a thread that has the turn must not wait within the action
             needed += self._before_loss(one, action)

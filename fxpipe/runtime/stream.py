@@ -226,7 +226,7 @@ class StreamEnd(End):
 class Stream:
     """The mini-batches of one call of `train_stream`, from admission to loss."""
 
-    part: Any = None  # of the next mini-batch; see `Admitted`
+    part: Any = None  # part of this replica in the next mini-batch; see `Admitted`
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class Stream:
                 known_tensors=self._tensors[1],
                 opens_stages=False,
             )
-        # Where forward changes buffers, replicas find those of the last micro-batch, also of an earlier mini-batch.
+        # If forward changes buffers, replicas read the buffers that the last micro-batch left, in any mini-batch.
         stages = zip(bound.program.stages, self._order.replicas, strict=True)
         one.ordered = frozenset(j for j, (stage, replicas) in enumerate(stages) if replicas > 1 and stage.changes)
         updates = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())

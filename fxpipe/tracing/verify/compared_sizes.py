@@ -106,7 +106,7 @@ def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Sequ
 
 def _samples_meet(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Returns whether outputs with rows use a float without rows, such as a minimum, of several micro-batches."""
-    # The graph runs on these inputs, and with those of the first, then of the last micro-batch scaled.
+    # The graph runs on these inputs, then with the first micro-batch scaled, then with the last one.
     results = zip(traced.handed_out, traced.handed_out_dims, strict=True)
     used = {n for result, how in results if isinstance(how, int) for n in dependencies_of(result) if n.op in CALL_OPS}
     watched = [n for n in used if not any(size.free_symbols for one in info(n).shapes for size in one.shape)]
@@ -219,7 +219,7 @@ def can_run_deterministically(traced: Traced) -> bool:
 def run_deterministically(
     traced: Traced, sample: Sequence[Any], is_opened: bool = False, results: Sequence[Any] | None = None
 ) -> list[Any]:
-    """Returns the values of `results`, by default those of a micro-batch. `is_opened`: with `opened` parameters."""
+    """Returns the values of `results`, by default what a micro-batch returns. `is_opened`: with `opened` parameters."""
     results = traced.handed_out if results is None else results
     # Only opaque Python may compute gradients inside.
     grad = any(info(node).opaque is not None for node in traced.nodes)
