@@ -1438,6 +1438,37 @@ TRACING = (
         "behaviour/test_joint_tail.py::test_a_list_with_an_entry_for_each_sample_is_whole_and_the_samples_are_cut",
     ),
     Mutant(
+        "tracing/record/gradients.py",
+        "x.view_as(x) if x.requires_grad else x.detach().requires_grad_()",
+        "x.detach().requires_grad_()",
+        "behaviour/test_gradients_in_forward.py",
+    ),
+    Mutant("tracing/record/gradients.py", "    @with_saved_tensors\n", "", "behaviour/test_gradients_in_forward.py"),
+    Mutant(
+        "tracing/record/gradients.py",
+        "isdisjoint(read if n in between else read | inside)",
+        "isdisjoint(inside)",
+        "behaviour/test_gradients_in_forward.py",
+    ),
+    Mutant(
+        "tracing/shapes/symbolic_shapes.py",
+        "bool(sources and not number.free_symbols)  # a length that a value has cut",
+        "False",
+        "behaviour/test_trimmed_batches.py",
+    ),
+    Mutant(
+        "tracing/shapes/batch_reductions.py",
+        "not (number.free_symbols or info(node).is_data_dependent)",
+        "not number.free_symbols",
+        "behaviour/test_trimmed_batches.py",
+    ),
+    Mutant(
+        "tracing/node_info.py",
+        "            if info(node).number is None or info(node).is_data_dependent:\n",
+        "            if info(node).number is None:\n",
+        "behaviour/test_trimmed_batches.py",
+    ),
+    Mutant(
         "tracing/shapes/symbolic_run.py",
         "if self.known.fixing or place in candidates]",
         "if place in candidates]",

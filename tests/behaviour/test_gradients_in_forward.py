@@ -69,10 +69,21 @@ class Guided(Layered, first=8, energy=lambda: layers(8, 16, 1), last=8):
         return self.last(h - slope) + self.energy(h)
 
 
+class Chained(Layered, first=8, second=8, energy=lambda: layers(8, 1)):
+    """Gradients at two values, of which one is computed from the other, and one that is named twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        g = self.second(h).tanh()
+        of_h, of_g, again = grad([self.energy(h).sum(), self.energy(g).sum()], [h, g, h], create_graph=True)
+        return of_h * of_g + again
+
+
 EAGER = {"backend": "eager"}
-MODELS = [Forces, Critic, Curvature, Guided]
+MODELS = [Forces, Critic, Curvature, Guided, Chained]
 
 
+@pytest.mark.anywhere
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("options", [{"schedule": "zero_bubble"}, {"checkpoint": "always", "compile": EAGER}])
 @pytest.mark.parametrize("model", MODELS)

@@ -38,12 +38,12 @@ def differentiate(
     last, first = ([*map(recorder.node_of, x if isinstance(x, (tuple, list)) else [x])] for x in (outputs, inputs))
     between = _nodes_between(recorder.graph, first, last)
     used = dict.fromkeys(n for n in (*last, *(n for node in between for n in node.all_input_nodes)) if n not in between)
-    others = [n for n in used if n not in first]
-    can_run = _may_run_again(recorder.graph, between, {*first, *others}) and not options.get("is_grads_batched")
+    starts, others = [n for n in first if n not in between], [n for n in used if n not in first]
+    can_run = _may_run_again(recorder.graph, between, {*starts, *others}) and not options.get("is_grads_batched")
     if not (can_run and recorder.options.keeps_saved):
         raise recorder.refuse("runs autograd inside forward", f"do so outside forward{OPAQUE_REMEDY}")
     own = fx.Graph()
-    copies = {node: own.placeholder(node.name) for node in (*first, *others)}
+    copies = {node: own.placeholder(node.name) for node in (*starts, *others)}
     for node in between:
         copies[node] = own.node_copy(node, copies.__getitem__)
 
@@ -56,33 +56,35 @@ def differentiate(
         return placed
 
     @with_saved_tensors
-    def grad(starts: Sequence[torch.Tensor], others: Sequence[Any], weights: Any) -> tuple[torch.Tensor | None, ...]:
+    def grad(leaves: Sequence[torch.Tensor], others: Sequence[Any], weights: Any) -> tuple[torch.Tensor | None, ...]:
         with torch.enable_grad():
-            moved = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in starts]
-            placed = nodes_on(starts[0].device)
+            moved = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in leaves]
+            placed = nodes_on(leaves[0].device)
             values: NodeValues = dict(zip(placed.values(), (*moved, *others), strict=False))
             for node in (placed[copies[n]] for n in between):
                 values[node] = run_node(node, values)
-            ends = [values[placed[copies[node]]] for node in last]
-            return torch.autograd.grad(ends, moved, weights, create_graph=create_graph, **options)
+            ends, points = ([values[placed[copies[node]]] for node in nodes] for nodes in (last, first))
+            return torch.autograd.grad(ends, points, weights, create_graph=create_graph, **options)
 
     result, _ = recorder.run(torch.autograd.grad, (outputs, inputs, grad_outputs, True, create_graph), options)
     weights = recorder.node_argument([grad_outputs] if isinstance(grad_outputs, torch.Tensor) else grad_outputs)
-    recorder.keep(result, recorder.add("call_function", grad, (first, others, weights)))
+    recorder.keep(result, recorder.add("call_function", grad, (starts, others, weights)))
     recorder.repeated.update(between)
     return result
 
 
 def _nodes_between(graph: fx.Graph, first: Sequence[fx.Node], last: Sequence[fx.Node]) -> dict[fx.Node, None]:
     """Returns the nodes, in order, that compute the last of these values from the first."""
-    reached, used = {*first}, {*last}
+    computed, used = {*first}, {*last}
+    between = list[fx.Node]()
     for node in graph.nodes:
-        if not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    for node in reversed(graph.nodes):
-        if node in used and node in reached and node not in first:
+        if not computed.isdisjoint(node.all_input_nodes):
+            computed.add(node)
+            between.append(node)
+    for node in reversed(between):
+        if node in used:
             used.update(node.all_input_nodes)
-    return {node: None for node in graph.nodes if node in reached and node in used and node not in first}
+    return {node: None for node in between if node in used}
 
 
 def _may_run_again(graph: fx.Graph, between: Mapping[fx.Node, None], outside: Collection[fx.Node]) -> bool:
@@ -90,7 +92,5 @@ def _may_run_again(graph: fx.Graph, between: Mapping[fx.Node, None], outside: Co
     if any(info(node).is_random or info(node).opaque or running_statistics(node) for node in between):
         return False
     inside, read = ({s for n in nodes for s in info(n).storages} for nodes in (between, outside))
-    for node in itertools.dropwhile(lambda n: n not in between, graph.nodes):
-        if not info(node).written_storages.isdisjoint(read if node in between else read | inside):
-            return False
-    return True
+    later = itertools.dropwhile(lambda n: n not in between, graph.nodes)
+    return all(info(n).written_storages.isdisjoint(read if n in between else read | inside) for n in later)
