@@ -1806,6 +1806,18 @@ PROFILING = (
         "unit/profiling/test_saved_storages.py::test_a_node_that_saves_a_storage_twice_saves_it_once",
     ),
     Mutant(
+        "tracing/fake_tensors.py",
+        "        if self.is_blind and not _VALUE_TAGS",
+        "        if False and not _VALUE_TAGS",
+        "unit/profiling/test_saved_storages.py::test_values_of_other_nodes_are_not_read",
+    ),
+    Mutant(
+        "tracing/record/other_sizes.py",
+        "again(disguised, without_products=True)",
+        "again(disguised)",
+        "unit/tracing/record/test_small_batch.py::test_recordings_for_other_numbers_of_samples_compute_no_products",
+    ),
+    Mutant(
         "profiling/saved_storages.py",
         "                if number in self.own:\n                    continue\n",
         "",

@@ -198,6 +198,50 @@ def test_few_samples_show_as_much(batch):
         fxpipe.trace(model_of(*MIXING["a gate of zero"][:2]), (torch.randn(batch, 8),))
 
 
+class Blocks(nn.Module):
+    """Blocks of equal functions; parameters of the last are others, so that samples meet there alone."""
+
+    def __init__(self, function, end=lambda h: h, sums=(0.0,) * 6, last=1.0):
+        super().__init__()
+        self.function, self.end = function, end
+        self.lins, self.out = nn.ModuleList(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 9)
+        self.scales = nn.ParameterList(nn.Parameter(torch.tensor([1.0, one - 1])) for one in sums)
+        nn.init.normal_(self.lins[-1].weight, std=last)
+
+    def forward(self, x):
+        for lin, scale in zip(self.lins, self.scales, strict=True):
+            x = self.function(lin(x.tanh()), scale)
+        return self.out(self.end(x)).relu()
+
+
+def masked(h, scale):
+    return h + (h > 5).long().cumsum(0)
+
+
+LATER = {
+    "a norm of large values": {"function": lambda h, scale: h.renorm(2, 1, 20.0), "last": 1e3},
+    "a norm of large values after the blocks": {
+        "function": lambda h, scale: h,
+        "end": lambda h: h.renorm(2, 1, 20.0),
+        "last": 1e3,
+    },
+    "a norm in place": {"function": lambda h, scale: h, "end": lambda h: h.clone().renorm_(2, 1, 20.0), "last": 1e3},
+    "a mask of large values": {"function": masked, "last": 1e2},
+    "factors that add up to zero in others": {
+        "function": lambda h, scale: h + torch.einsum("bd,cd,k->bd", h, h, scale),
+        "sums": (0.0,) * 5 + (1.0,),
+    },
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_samples_that_meet_in_the_last_of_many_blocks(name):
+    """The values of the first blocks hide it."""
+    torch.manual_seed(0)
+    with pytest.raises(ArgumentError, match="samples act on each other"):
+        fxpipe.trace(Blocks(**LATER[name]), (torch.randn(BATCH, 8),), chunks=4)
+
+
 def test_a_module_kept_whole_hides_nothing():
     model = model_of(lambda m, h: m.mixer(h), {"mixer": Mixer()})
     with pytest.raises(ArgumentError, match="samples act on each other"):

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +40,6 @@ from fxpipe.tracing.model_state import preserve_rng, preserve_state
 from fxpipe.tracing.node_info import dependencies_of, info, state_of
 from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError, base_opname
 from fxpipe.tracing.shapes.output_dims import InputValues, shared_values, with_out_dims
-from fxpipe.tracing.shapes.symbolic_run import function_key
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify import compared_sizes
 from fxpipe.tracing.verify.equivalence import is_close, take_samples
@@ -70,7 +68,6 @@ class _Findings:
     opened: set[fx.Node] = field(default_factory=set)  # blocks observed to depend on that argument
     sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # arguments and values written to the node
     parameters: _Opened = field(default_factory=dict)
-    reuses: bool = True  # do equal functions run once? If that shows a dependence, relations of values may be the cause
     may_fail: bool = False  # may a node fail on a part? It does not join then, and parts go on with the whole's value
     failed: set[fx.Node] = field(default_factory=set)  # with all that is computed from these
 
@@ -249,9 +246,6 @@ def _look_for(
 ) -> _Findings:
     for mode, split in dict.fromkeys((("loud", parts), ("plain", parts), ("loud", even), ("equal", even))):
         run = _run(traced, leaves, split, mode, findings)
-        if run.same and (run.blocks or run.hiding() or any(how not in run.joins[n] for _, n, how in _claims(traced))):
-            findings.reuses = False
-            run = _run(traced, leaves, split, mode, findings)
         findings.add(run)
         hides = findings.blocks or run.has_python or not run.is_noisy or findings.hiding()
         if not hides:
@@ -292,9 +286,6 @@ def _run(traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: st
             run.run(leaves, is_reversed)
             break
         except Exception:
-            if run.same:
-                findings.reuses = False
-                return _run(traced, leaves, parts, mode, findings)
             if not is_noisy:
                 raise
     return run
@@ -304,7 +295,7 @@ class _SideBySide(_Findings):
     """A run on the whole and its parts. The values of a node are a list: of the whole, then of each part."""
 
     def __init__(self, traced: Traced, parts: Sequence[int], mode: str, is_noisy: bool, findings: _Findings):
-        super().__init__(parameters=findings.parameters, reuses=findings.reuses, may_fail=findings.may_fail)
+        super().__init__(parameters=findings.parameters, may_fail=findings.may_fail)
         self.traced, self.parts, self.mode, self.is_noisy = traced, parts, mode, is_noisy
         self.features = set[fx.Node]()  # floats computed from parameters or from float inputs
         self.written = frozenset[int]().union(*(info(n).written_storages for n in traced.graph.nodes))
@@ -322,12 +313,6 @@ class _SideBySide(_Findings):
                 for node in dependencies_of(writer):
                     self.updates[node] = self.updates.get(node, frozenset()) | memory
         self.of_buffers = {*self.buffers}  # values computed from buffers, and not from samples
-        self.later = Counter(
-            (n.target, info(n).shapes) for n in traced.nodes
-        )  # nodes that may be of one kind, still to run
-        self.kinds: dict[fx.Node, tuple[Hashable, ...]] = {}  # see `_kind`
-        self.first: dict[tuple[Hashable, ...], tuple[fx.Node, list[torch.Tensor], int]] = {}  # see `_keep_first`
-        self.same: dict[fx.Node, fx.Node] = {}  # nodes that did not run, and the node of their kind that ran
 
     def run(self, leaves: Sequence[Any], is_reversed: bool) -> None:
         first = max(0, self.traced.batch_of(leaves) - sum(self.parts)) if is_reversed else 0
@@ -345,7 +330,6 @@ class _SideBySide(_Findings):
             nodes = [*self.traced.graph.nodes]
             for node in run_nodes(nodes, self.values, self._input, self._attribute, self._work, keep):
                 self._look_at(node)
-                self._keep_first(node)
         if self.is_noisy and any(bool(t.isnan().any()) for node in keep for t in _tensors(self.values[node][0])):
             raise ArithmeticError("noise leads out of what a function takes")  # NaN would be equal in all samples
         self.values.clear()
@@ -379,11 +363,6 @@ class _SideBySide(_Findings):
         if node in self.traced.shared:
             return [_copied(self._call(node, 0)) for _ in self.samples]
         if self.failed.isdisjoint(node.all_input_nodes):
-            self.kinds[node] = self._kind(node)
-            if self.kinds[node] in self.first:
-                self.same[node], ready, dim = self.first[self.kinds[node]]
-                # Moved along a dimension, since a difference of two nodes of one kind is not zero.
-                return [_like(t.roll(1 + len(self.same) % (t.shape[dim] - 1), dim), t) for t in ready]
             try:
                 return self._results(node)
             except Exception:
@@ -393,36 +372,6 @@ class _SideBySide(_Findings):
             raise ArithmeticError("state is made of what parts of the batch do not compute")
         self.failed.add(node)
         return [_copied(self._call(node, 0)) for _ in self.samples]
-
-    def _kind(self, node: fx.Node) -> tuple[Hashable, ...]:
-        """Returns a key of equal functions in a loud run, whose values are noise; empty if other values may decide."""
-        sources, known = node.all_input_nodes, info(node)
-        memory = known.storages.union(*(info(n).storages for n in sources))
-        is_noise = self.reuses and self.mode == "loud" and self.is_noisy and not self.features.isdisjoint(sources)
-        is_state = node in self.assigned or node in self.updates or memory & (self.written | self.state)
-        is_drawn = known.is_random and node.target not in compared_sizes.MADE_DETERMINISTIC
-        if not is_noise or self.has_python or is_state or is_drawn or not all(self.joins[n] for n in sources):
-            return ()
-
-        def described(n: fx.Node) -> Any:
-            tensors = [(t.dtype, t.shape, t.stride()) for t in _tensors(self.values[n])]
-            is_noise = n in self.features
-            return self.joins[n], n in self.depends, n in self.of_buffers, self.eps[n], tensors, is_noise or id(n)
-
-        arguments = repr(fx.map_arg((node.args, node.kwargs), described))
-        return (node.target, known.shapes), function_key(node.target), arguments, state_of(node)
-
-    def _keep_first(self, node: fx.Node) -> None:
-        """Keeps the values of a node if others of its kind may follow and take these: noise in rows of samples."""
-        like, kind, whole = (node.target, info(node).shapes), self.kinds.get(node, ()), self.values[node][0]
-        self.later[like] -= 1
-        if not self.later[like]:
-            self.first = {kind: one for kind, one in self.first.items() if kind[0] != like}
-        elif kind and kind not in self.first and _is_float(whole) and node not in self.blocks:
-            rows = {how for how in self.joins[node] if isinstance(how, int)}
-            dim = max((d for d, size in enumerate(whole.shape) if d not in rows and size > 1), default=None)
-            if rows and dim is not None:
-                self.first[kind] = node, self.values[node], dim
 
     def _results(self, node: fx.Node) -> list[Any]:
         if not info(node).is_random or node.target in compared_sizes.MADE_DETERMINISTIC:
@@ -496,11 +445,6 @@ class _SideBySide(_Findings):
     def _look_at(self, node: fx.Node) -> None:
         sources, values = _value_sources(node), self.values[node]
         self.sources[node] = sources
-        if (first := self.same.get(node)) is not None:
-            self.joins[node], self.eps[node] = self.joins[first], self.eps[first]
-            for group in (self.depends, self.features, self.of_buffers):
-                group.update({node} if first in group else ())
-            return
         if base_opname(node) in _UNSET or self._is_update(node, sources):
             self._with_rows_of_whole(values)
         elif node not in self.traced.shared and not self.depends.isdisjoint(sources):

@@ -11,7 +11,6 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError
-from fxpipe.tracing.verify import compared_sizes
 
 EXAMPLE = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1))
 
@@ -176,53 +175,3 @@ def test_samples_that_act_on_each_other_in_attention(model, shape):
     x = torch.randint(100, shape) if model is Wide else torch.randn(shape)
     with pytest.raises(ArgumentError, match="put together"):
         fxpipe.trace(model().eval(), (x,))
-
-
-# -- repeated blocks -------------------------------------------------------------------------------------------------
-
-
-class Blocks(nn.Module):
-    """Equal blocks of functions, what `end` makes of the last two values, and functions of other kinds."""
-
-    def __init__(self, number=5, end=lambda before, last: last, gates=()):
-        super().__init__()
-        self.lins = nn.ModuleList(nn.Linear(6, 6) for _ in range(number))
-        self.gates = nn.ParameterList(nn.Parameter(torch.tensor(gate)) for gate in gates or [0.0] * number)
-        self.end, self.mixes, self.out = end, bool(gates), nn.Linear(6, 9)
-
-    def forward(self, x):
-        before = x
-        for lin, gate in zip(self.lins, self.gates, strict=True):
-            before, x = x, lin(x).tanh()
-            x = x + gate * x.mean(0) if self.mixes else x
-        return self.out(self.end(before, x)).relu()
-
-
-def test_blocks_that_repeat_run_once(monkeypatch):
-    ran = []
-
-    def run(node, value_of, plain=compared_sizes.run_deterministic_node):
-        ran.append(node.name)
-        return plain(node, value_of)
-
-    monkeypatch.setattr(compared_sizes, "run_deterministic_node", run)
-    traced = fxpipe.trace(Blocks(), (EXAMPLE,), chunks=2)
-    assert [n.name for n in traced.nodes if n.name in {*ran}] == ["lins_0", "tanh", "out", "relu"]
-
-
-@pytest.mark.parametrize("gates", [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-def test_gate_of_one_of_many_blocks(gates):
-    with pytest.raises(ArgumentError, match="samples act on each other"):
-        fxpipe.trace(Blocks(3, gates=gates), (EXAMPLE,), chunks=2)
-
-
-@pytest.mark.parametrize("scale", [0.1, 100.0])
-def test_samples_that_attend_to_the_likest(scale):
-    """Were the values of two equal functions equal, each sample would find itself."""
-
-    def end(before, last):
-        likeness = (scale * before.flatten(1) @ last.flatten(1).T).softmax(-1)
-        return (likeness @ last.flatten(1)).view_as(last)
-
-    with pytest.raises(ArgumentError, match="samples act on each other"):
-        fxpipe.trace(Blocks(end=end), (EXAMPLE,), chunks=2)
