@@ -2100,6 +2100,24 @@ DISTRIBUTED = (
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(
+        "distributed/replicas.py",
+        "        every[part.replica] = ([*own], *more)  # with gradients\n",
+        "",
+        "behaviour/test_over_ranks_joint_losses.py::test_targets_of_a_replica_get_their_gradients",
+    ),
+    Mutant(
+        "distributed/rank_engine.py",
+        "bound.known_pieces(union, part.batch)",
+        "bound.known_pieces(inputs.leaves[: len(bound.in_dims)], inputs.batch)",
+        "behaviour/test_over_ranks_joint_losses.py::test_labels_that_count_by_the_scale_of_all_samples",
+    ),
+    Mutant(
+        "distributed/replicas.py",
+        "kinds == {None} or not first.is_floating_point():",
+        "kinds == {None}:",
+        "unit/distributed/test_target_of_union.py::test_integers_of_all_samples_are_equal_and_not_nearly",
+    ),
+    Mutant(
         "distributed/rank_engine.py",
         "earlier = {key: leaf.grad / replicas.count for",
         "earlier = {key: leaf.grad for",

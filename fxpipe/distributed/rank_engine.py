@@ -196,7 +196,7 @@ class RankEngine(Engine):
         mailbox, exchange = self._open(inputs)
         gradients = RankGradients(self, inputs)
         part = self.begin(inputs, gradients, call.reduction, is_last)
-        inputs = self._with_head(inputs, part)
+        inputs, part = self._with_head(inputs, part)
         looks_at_elements = not inputs.is_handed_over and not is_whole and part.micro_batches > 1
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
@@ -289,14 +289,18 @@ class RankEngine(Engine):
         own = digest(parameters), changes_buffers, inputs.known, self.replicas.may_differ, joint
         return ReplicaStart(inputs.batch, len(inputs.samples), seed, is_synced, reduction, *own)
 
-    def _with_head(self, inputs: RankInputs, part: ReplicaPart) -> RankInputs:
-        """Returns the inputs with the values that samples of all replicas share, on the rank of the first stage."""
-        bound, is_first = inputs.bounds[0], inputs.bounds[0].routes.is_here(0, self.group.rank)
-        if bound.head is None or self.replicas.count == 1 or inputs.is_handed_over or not is_first:
-            return inputs
-        ways = [(dim, f"the input {place}") for place, dim in enumerate(bound.in_dims)]
-        (union,) = self.replicas.union_of(part, inputs.leaves, ways)
-        return replace(inputs, leaves=[*inputs.leaves, *bound.head(union, part.batch).values()])
+    def _with_head(self, inputs: RankInputs, part: ReplicaPart) -> tuple[RankInputs, ReplicaPart]:
+        """Adds values that samples of all replicas share to the inputs, and known pieces, which may depend on them."""
+        bound, leader = inputs.bounds[0], inputs.bounds[0].routes.placement[0]
+        if bound.head is None or self.replicas.count == 1 or inputs.is_handed_over:
+            return inputs, part
+        known = None
+        if self.group.rank == leader:
+            ways = [(dim, f"the input {place}") for place, dim in enumerate(bound.in_dims)]
+            (union,) = self.replicas.union_of(part, inputs.leaves, ways)
+            inputs = replace(inputs, leaves=[*inputs.leaves, *bound.head(union, part.batch).values()])
+            known = bound.known_pieces and bound.known_pieces(union, part.batch)
+        return inputs, replace(part, known=self._on_all(known, leader))
 
     def _loss_scale(self, scaler: torch.amp.GradScaler | None) -> float | None:
         if scaler is None:

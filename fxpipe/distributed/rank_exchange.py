@@ -47,7 +47,7 @@ class RankExchange(Exchange):
 
     def _arrived(self, key: ValueKey, i: int, value: Any, requires_grad: bool) -> None:
         """Enters a value for the stages of this rank that use it, and for the cuts that it crosses."""
-        for user in self.bounds[i].wiring.users[key]:
+        for user in self.bounds[i].wiring.users.get(key, ()):
             if self._is_here(user):
                 target = self._devices[i][user]
                 own = self.transport.start_copy(value, target) if self._may_move else value
@@ -119,7 +119,7 @@ class RankStepEnd(End):
         run.mini_batches[t].totals[action.stage].when_final = None
 
     def _give(self, stage: int, totals: StageTotals, name: str) -> None:
-        if self._reduction.has((name, stage)) and not totals.sums[name].is_sparse:
+        if (name, stage) in self._reduction.like and not totals.sums[name].is_sparse:
             self._reduction.give((name, stage), totals.sums.pop(name))
 
 

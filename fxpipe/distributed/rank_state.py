@@ -257,7 +257,8 @@ class RankState(PipelineState):
 
     def job_of(self, call: str, own: GivenInputs, seed: int) -> Job:
         known, bound, leaves, is_handed_over = {}, own.bound, own.leaves, own.is_handed_over
-        if bound.known_pieces is not None and not is_handed_over:
+        is_own = bound.head is None or self.group.replica_count == 1  # else they may depend on all samples
+        if bound.known_pieces is not None and not is_handed_over and is_own:
             known = map_tensor_leaves(lambda t: t.detach().cpu(), dict(bound.known_pieces(leaves, own.batch)))
         sizes = tuple(map(_sizes_of, leaves)) if is_handed_over else _sizes_of(leaves)
         inputs = RankInputs(samples=own.samples, is_handed_over=is_handed_over, sizes=sizes, seed=seed, known=known)

@@ -98,8 +98,7 @@ class RankStreamEnd(StreamEnd):
                 replicas.sum_of_loss(one, {})
         loss, divisor = map_tensor_leaves(lambda t: t.detach().cpu(), (loss, divisor))
         shares = [float(losses.share(i) * losses.scale) for i in range(one.micro_batches)]
-        is_verified = admitted.is_verified
-        return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), is_verified)
+        return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), admitted.is_verified)
 
     def update_stage(self, mini_batches: Sequence[Admitted], j: int, updates: OverlappedUpdates) -> None:
         """Sums the gradients of a stage over replicas and updates its parameters."""
@@ -111,11 +110,8 @@ class RankStreamEnd(StreamEnd):
         """Sums the gradients of a stage over replicas. Raises `LossError` if element weights differ between them."""
         one, replicas = admitted.mini_batch, self._replicas
         own = {(name, j): gradient for name, gradient in one.totals[j].sums.items()}
-        report, check = one.report, one.loss_weighting
-        assert report is not None
-        shares = report.shares.tolist()
+        check, shares, is_verified = one.loss_weighting, one.report.shares.tolist(), one.report.is_verified
         wrong, wrong_means = (check.difference(shares.__getitem__, means_only=only) for only in (False, True))
-        is_verified = report.is_verified
         of_stage = LossEvidence(wrong, wrong_means, is_verified, is_verified, shares, dict(check.gradients))
         gradient_report = replicas.reduction.begin().give_rest(own)
         reports = self._group.replicas.all_gather((of_stage, gradient_report), WAITED_FOR)
@@ -185,10 +181,9 @@ class RankStream(Stream):
 
     def next_part(self, program: RankProgram, inputs: RankInputs | None) -> ReplicaPart | None:
         """Returns this replica's part in a mini-batch of the segment; None if any replica has none. For leaders."""
-        start = None
-        if inputs is not None:
-            own_inputs = replace(inputs, bounds=(program,), union=program)
-            start = self.engine.start_of(own_inputs, self.loss.reduction, self.end.summed, in_stream=True)
+        own = None if inputs is None else replace(inputs, bounds=(program,), union=program)
+        rest = self.loss.reduction, self.end.summed, True
+        start = None if own is None else self.engine.start_of(own, *rest)
         return self.engine.replicas.begin(start, program.combinations, in_stream=True)
 
     def _history_of(self, given_inputs: GivenInputs) -> LossHistory:

@@ -205,15 +205,15 @@ def buckets_of(parameters: Mapping[StageParameter, torch.Tensor]) -> list[list[S
 
 
 def _are_close(values: Sequence[Any]) -> bool:
-    """Returns whether values of all replicas are equal, up to rounding on different devices."""
-    first = values[0]
-    if not all(isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (first.shape, first.dtype) for x in values):
+    """Returns whether values of all replicas are equal; floating point tensors, up to rounding on different devices."""
+    first, kinds = values[0], {(x.shape, x.dtype) if isinstance(x, torch.Tensor) else None for x in values}
+    if len(kinds) > 1 or kinds == {None} or not first.is_floating_point():
         return all(equal_values(x, first) for x in values)
     tolerance = 1e-4 if first.dtype in EXACT_DTYPES else 3e-2
     return all(bool(torch.isclose(x, first, tolerance, equal_nan=True).all()) for x in values)
 
 
-def target_of_union(targets: Sequence[Any], batches: Sequence[int], rows: Collection[int] = (1,)) -> Any:
+def target_of_union(targets: Sequence[Any], batches: Sequence[int], rows: Collection[int] = (1,), own: int = 0) -> Any:
     """Concatenates the targets of replicas: tensors with rows, and lists with an entry, for each sample.
 
     >>> target_of_union([(torch.tensor([2, 1]), ["a", "b"], 0.5), (torch.tensor([3]), ["c"], 0.5)], [2, 1])
@@ -223,15 +223,18 @@ def target_of_union(targets: Sequence[Any], batches: Sequence[int], rows: Collec
     def joined(*parts: Any) -> Any:
         if is_dataclass(type(parts[0])):
             of = {one.name: [getattr(part, one.name) for part in parts] for one in fields(parts[0])}
-            return replace(parts[0], **{name: target_of_union(values, batches, rows) for name, values in of.items()})
+            return replace(parts[0], **{k: target_of_union(values, batches, rows, own) for k, values in of.items()})
         sizes = [len(x) if isinstance(x, list) or (isinstance(x, torch.Tensor) and x.dim()) else 0 for x in parts]
         if not any(sizes == [batch * number for batch in batches] for number in rows):
             if not _are_close(parts):
                 raise LossError("target has a part that is not of samples and differs between replicas: pass the same")
-            return parts[0]
+            return parts[own]
         if isinstance(parts[0], list):
+            if all(isinstance(x, torch.Tensor) and x.dim() and len(x) == len(parts[0]) for x in parts[0]):
+                what = "target has a list with as many tensors as samples, and each tensor has as many rows"
+                raise LossError(f"{what}: pass a tuple if these are rows of samples, else an entry (tensor,) for each")
             return [entry for part in parts for entry in part]
-        if min(sizes) > 2 and all(x.dim() == 1 and x.tolist() == [*range(len(x))] for x in parts):
+        if max(sizes) > 2 and all(x.dim() == 1 and x.tolist() == [*range(len(x))] for x in parts):
             what = "target numbers the samples of each replica from 0, and the loss takes the samples of all replicas"
             raise LossError(f"{what}: let loss_fn number them (torch.arange(len(output)))")
         return torch.cat(parts)
@@ -249,7 +252,7 @@ class GradientReduction:
         self, group: ProcessGroupGloo, parameters: Mapping[StageParameter, torch.Tensor], sums: DeviceSums | None = None
     ):
         """`group`: of the replicas, used only here. `parameters`: in the same order on all. `sums`: None for gloo."""
-        self._like = {key: (tensor.shape, tensor.dtype, tensor.device) for key, tensor in parameters.items()}
+        self.like = {key: (tensor.shape, tensor.dtype, tensor.device) for key, tensor in parameters.items()}
         self._completed: set[StageParameter] = set()
         self._reducer: Any = group if sums is None else sums
         self._sums, self._device = sums, torch.device("cpu") if sums is None else sums.device
@@ -260,9 +263,6 @@ class GradientReduction:
         self._begun: list[tuple[Any, torch.Tensor]] = []  # by bucket, the operation and its memory
         if sums is not None:
             sums.connect()
-
-    def has(self, key: StageParameter) -> bool:
-        return key in self._like
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._sums is None else self._sums.on_stream()
@@ -283,7 +283,7 @@ class GradientReduction:
     def give(self, key: StageParameter, gradient: torch.Tensor) -> None:
         """Adds the gradient of one parameter in one stage, in the dtype of the parameter; sends its bucket if full."""
         self._completed.add(key)
-        shape, dtype, _ = self._like[key]
+        shape, dtype, _ = self.like[key]
         if gradient.shape != shape:
             raise InternalError(f"the gradient of {key} has shape {(*gradient.shape,)} and not shape {(*shape,)}")
         gradient = gradient.to(self._device, dtype)
@@ -299,10 +299,10 @@ class GradientReduction:
 
     def give_rest(self, gradients: dict[StageParameter, torch.Tensor]) -> GradientReport:
         """Takes the remaining gradients that it sums out of `gradients`, and adds zeros for missing ones."""
-        late = gradients.keys() - self._like.keys()
+        late = gradients.keys() - self.like.keys()
         sparse = {key for key, gradient in gradients.items() if gradient.is_sparse} - late
-        missing = self._like.keys() - self._completed - (gradients.keys() - sparse)
-        for key, (shape, dtype, _) in self._like.items():
+        missing = self.like.keys() - self._completed - (gradients.keys() - sparse)
+        for key, (shape, dtype, _) in self.like.items():
             if key in missing:
                 self.give(key, torch.zeros(shape, dtype=dtype, device=self._device))
             elif key not in self._completed:
@@ -316,13 +316,13 @@ class GradientReduction:
             for bucket in self._buckets:
                 work, memory = self._begun.pop(0)
                 _or_lost(work.wait)
-                parts = memory.split([self._like[key][0].numel() for key in bucket])
+                parts = memory.split([self.like[key][0].numel() for key in bucket])
                 for key, part in zip(bucket, parts, strict=True):
-                    shape, _, device = self._like[key]
+                    shape, _, device = self.like[key]
                     gradients[key] = part.view(shape).to(device, copy=True)
         if self._sums is not None:
             self._sums.settle(gradients.values())
-        return {key: gradients[key] for key in self._like}
+        return {key: gradients[key] for key in self.like}
 
 
 def _or_lost(function: Callable[[], Any]) -> Any:
@@ -429,8 +429,9 @@ class Replicas:
         if len({loss.weight is None for loss in losses}) > 1:
             raise LossError("loss_fn returns (total, weight) on some replicas and a loss on others; return one kind")
         if reduction == "batch":
-            if not _are_close([loss.total for loss in losses]):
-                shown = " and ".join(f"{float(loss.total):.6g}" for loss in losses)
+            pairs = [(loss.total, torch.as_tensor(1 if loss.weight is None else loss.weight)) for loss in losses]
+            if not all(map(_are_close, zip(*pairs, strict=True))):
+                shown = " and ".join(f"{float(total):.6g} / {float(weight):.6g}" for total, weight in pairs)
                 what = f"replicas compute the loss of all their samples as {shown}: loss_fn uses values that differ"
                 raise LossError(f"{what}, or random numbers of Python or numpy (those of torch are the same on all)")
             losses, reduction = losses[:1], "sum"
@@ -456,17 +457,17 @@ class Replicas:
         with accelerator.restore_generators(generators) if part.replica else contextlib.nullcontext():
             for generator, state in zip(generators, states[0], strict=True):
                 generator.set_state(state.cpu())
-            yield values, target_of_union(targets, batches, rows_of_inputs(inputs.bound.in_dims))
+            yield values, target_of_union(targets, batches, rows_of_inputs(inputs.bound.in_dims), part.replica)
 
     def union_of(self, part: ReplicaPart, own: Sequence[Any], ways: Sequence[Any], *more: Any) -> tuple[Any, ...]:
         """Returns the values of the union, combined in these ways, then each of `more` from all replicas."""
         message = map_tensor_leaves(lambda t: t.detach().cpu().clone(), ([*own], *more))
-        every = self.group.replicas.all_gather(message, "the samples of the other replicas")
+        every: list[Any] = self.group.replicas.all_gather(message, "the samples of the other replicas")
+        every[part.replica] = ([*own], *more)  # with gradients
         columns, *others = map_tensor_leaves(lambda t: t.to(self.group.device), [*zip(*every, strict=True)])
         values = []
         for value, parts, (how, what) in zip(own, zip(*columns, strict=True), ways, strict=True):
             if how is not None:
-                parts = (*parts[: part.replica], value, *parts[part.replica + 1 :])
                 value = combine(parts, 0 if how == "stack" else how, part.portions, what)
             elif not _are_close(parts):
                 raise LossError(f"{what} is one value for all samples, but replicas have different ones: pass the same")

@@ -80,6 +80,15 @@ class Series(Layered, encoder=tower):
         return errors.square().mean(), errors
 
 
+class Counted(Layered, encoder=tower):
+    """Which labels count, and so the divisor of the loss, depends on the largest value of all samples."""
+
+    def forward(self, x, y):
+        x = x / x.abs().max()
+        labels = (x[:, 0] * 20).long().clamp(0, 7)
+        return F.cross_entropy(self.encoder(x), torch.where(x[:, 1] > 0.1, labels, -100), reduction="mean")
+
+
 def first_of_outputs(out):
     return out[0] + 0.01 * out[1].square().sum()
 
@@ -223,6 +232,56 @@ def accumulate(mesh):
     return {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
 
 
+def train_counted(mesh):
+    torch.manual_seed(0)
+    pipe, replica = pipe_of(Counted().double(), chunks=3), square_mesh()["data"].get_local_rank()
+    (x, y), _ = batch_of((8, 5)[replica], replica)
+    loss = pipe.forward_backward(x * (1 + 2 * replica) + replica, y)
+    return loss, {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def test_labels_that_count_by_the_scale_of_all_samples(four_ranks):
+    results = four_ranks.run(train_counted)
+    torch.manual_seed(0)
+    model, ((x, y), _), ((more, more_y), _) = Counted().double(), batch_of(8, 0), batch_of(5, 1)
+    loss = model(torch.cat([x, more * 3 + 1]), torch.cat([y, more_y]))
+    loss.backward()
+    for of_rank, gradients in results:
+        torch.testing.assert_close(of_rank, loss.detach())
+        torch.testing.assert_close(gradients, {name: model.get_parameter(name).grad for name in gradients})
+
+
+def against_trained_targets(out, target):
+    rows, (center,) = target
+    scores = F.normalize(out["a"], dim=-1) @ F.normalize(rows, dim=-1).T
+    return F.cross_entropy(scores, torch.arange(len(scores))) + (out["b"] @ center).square().mean()
+
+
+def trained_targets(seed, replica):
+    """Inputs, targets of samples that require grad, and a target of all samples that does."""
+    (x, y), _ = batch_of((4, 3)[replica], seed + replica)
+    return (x, y), y[:, :8].clone().requires_grad_(), torch.ones(8, dtype=torch.float64, requires_grad=True)
+
+
+def train_targets(mesh):
+    torch.manual_seed(0)
+    pipe, replica = pipe_of(Features().double(), chunks=2), square_mesh()["data"].get_local_rank()
+    args, rows, center = trained_targets(1, replica)
+    pipe.forward_backward(*args, target=(rows, [center]), loss_fn=against_trained_targets, reduction="batch")
+    return rows.grad, center.grad
+
+
+def test_targets_of_a_replica_get_their_gradients(four_ranks):
+    results = four_ranks.run(train_targets)
+    torch.manual_seed(0)
+    model, parts = Features().double(), [trained_targets(1, replica) for replica in range(2)]
+    ((first, rows, center), (second, other_rows, _)) = parts
+    target = torch.cat([rows, other_rows]), [center]
+    against_trained_targets(model(*map(joined, first, second)), target).backward()
+    torch.testing.assert_close(results[1], (rows.grad, center.grad))
+    torch.testing.assert_close(results[3], (other_rows.grad, center.grad))
+
+
 # -- Failures and misuse ---------------------------------------------------------------------------------------------
 
 
@@ -239,10 +298,14 @@ def misuse(mesh):
     def by_chance(out, target):
         return supervised(out, target) * (1 + replica)
 
+    def weighed(out, target):
+        return supervised(out, target), 4 + replica
+
     good = classes, weights, names
     cases = {
         "fails": (failing, good),
         "differs": (by_chance, good),
+        "other counts": (weighed, good),
         "numbers": (supervised, (torch.arange(4), weights, names)),
         "weights": (supervised, (classes, weights + replica, names)),
         "parts": (supervised, (classes, weights, names) if replica else (classes, weights)),
@@ -260,6 +323,7 @@ def test_misuse_and_failures_end_all_ranks_and_the_next_step_works(four_ranks):
     texts = {
         "fails": "by zero",
         "differs": "replicas compute the loss of all their samples as",
+        "other counts": "replicas compute the loss of all their samples as",
         "numbers": "let loss_fn number them",
         "weights": "not of samples and differs between replicas",
         "parts": "different parts on different replicas",
