@@ -107,7 +107,7 @@ def _graph_of_parts(request: TraceRequest) -> Traced:
     except (ArgumentError, TraceError):
         if not request.is_whole:
             raise
-    return _graph_of_all_samples(request)
+    return _graph_of_all_samples(replace(request, is_for_one_size=True))  # other sizes have another graph
 
 
 def _graph_of_all_samples(request: TraceRequest) -> Traced:

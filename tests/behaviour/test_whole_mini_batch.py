@@ -48,10 +48,24 @@ class Noting(Layered, first=8, last=(8, 3)):
         return self.last(h.relu())
 
 
+class Speech(Layered, first=8, last=(8, 5)):
+    """CTC: the labels of all samples follow each other, and their number has nothing to do with that of the samples."""
+
+    def forward(self, x, labels, frames, lengths):
+        scores = self.last(self.first(x).relu()).log_softmax(-1)
+        return F.ctc_loss(scores.transpose(0, 1), labels, frames, lengths)
+
+
+def speech(samples):
+    lengths = torch.randint(1, 4, (samples,))
+    return torch.randn(samples, 9, 8), torch.randint(1, 5, (int(lengths.sum()),)), torch.full((samples,), 9), lengths
+
+
 MODELS = {
     "two_towers": (TwoTowers, lambda n: (torch.randn(n, 8), torch.randn(n, 6)), lambda out: out[1]),
     "rolled": (Rolled, lambda n: (torch.randn(n, 8),), lambda out: out.square().mean()),
     "field": (Field, lambda n: (torch.randn(n, 8), torch.randn(7, 8)), lambda out: out.square().mean()),
+    "speech": (Speech, speech, lambda out: out),
     "noting": (Noting, lambda n: (torch.randn(n, 8), torch.zeros(8)), lambda out: out.square().mean()),
 }
 
@@ -96,17 +110,18 @@ def test_with_one_micro_batch_any_model_is_the_plain_one(name):
         ("rolled", 4, [((4, 8),)] * 3),
         ("field", 4, [((4, 8), (7, 8))] * 3),
         ("field", 1, [((3, 8), (3, 8)), ((5, 8), (2, 8))]),
+        ("speech", 4, [3, 5]),
     ],
 )
 def test_micro_batches_that_are_handed_over_are_those_of_gradient_accumulation(name, chunks, sizes):
     """Each counts the same, if nothing is a mean over samples or samples meet in the loss."""
-    make, _, loss_of = MODELS[name]
+    make, inputs, loss_of = MODELS[name]
     torch.manual_seed(0)
     model = make()
     plain = copy.deepcopy(model)
     pipe = fxpipe.pipeline(model, DEVICES, chunks=chunks, schedule="1f1b")
     for _ in range(2):
-        calls = [tuple(torch.randn(size) for size in call) for call in sizes]
+        calls = [inputs(call) if isinstance(call, int) else tuple(map(torch.randn, call)) for call in sizes]
         plain.zero_grad()
         losses = [loss_of(plain(*args)) for args in calls]
         sum(losses).div(len(calls)).backward()
