@@ -42,7 +42,7 @@ from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.node_info import call_on_device, info, state_of
 from fxpipe.tracing.tensors import bytes_in, storage_of, tensors_in
-from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.tracing.traced import Traced, attribute_tensor, runs_python
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils import accelerator
 from fxpipe.utils.polynomial import SizePoint
@@ -136,6 +136,9 @@ class TimingRounds:
     def __post_init__(self) -> None:
         self._back = BackwardQueue(self.clock, self.device)
         self._written = set().union(*self.effects.written_classes)
+        # Python and sizes may go by values, and a loss reads outputs.
+        if self.keeps_outputs or any(runs_python(n) or info(n).is_data_dependent for n in self.traced.nodes):
+            self._room = 0
 
     def round(self) -> bool:
         """Runs another round if any node needs a sample; returns whether it did."""
@@ -209,7 +212,7 @@ class TimingRounds:
             result = self._sample(node, written, samples)
         if result is None and not node.users and not written:
             return
-        if result is None and self.kind[node] in self._kept and not self.keeps_outputs:  # a loss may read values
+        if result is None and self.kind[node] in self._kept:
             result = (self._kept[self.kind[node]],)
         if result is None or written:
             function, args, kwargs = self._bound(node, self.values)
