@@ -136,7 +136,7 @@ RUNTIME = (
         "scheduling/streams.py",
         "version = self.version(j, t) if k < count else 0",
         "version = 0",
-        "unit/runtime/test_stream_replicas.py::test_bits_do_not_depend_on_which_replica_is_first",
+        "unit/scheduling/test_streams.py::test_rows_of_replicas_run_and_every_forward_finds_its_version",
     ),
     Mutant(
         "scheduling/streams.py",

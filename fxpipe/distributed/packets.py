@@ -322,8 +322,7 @@ class PacketLink(Fences):
             one = run.mini_batches[t]
             if maker.kind is ActionKind.BACKWARD and k == 0:  # the next stage has taken the job of a stream before
                 self.mailbox.finish_send(("job", action.stage, t), f"mini-batch {t} of the stream to be taken")
-            more = one.exchange.enter_packet(maker._replace(micro_batch=k), values)
-            if more:
+            if more := one.exchange.enter_packet(maker._replace(micro_batch=k), values):
                 one.report = LossReport(*(each.value for each in more))
         self._group.doing = str(action)
 
@@ -359,9 +358,8 @@ class PacketLink(Fences):
     def send(self, maker: Action, values: Iterable[PacketValue]) -> None:
         reader = neighbour(maker, 1, self.placement)
         assert reader is not None
-        self.mailbox.send(
-            *self._address(maker), self.placement[reader.stage], tuple(values), self._taken[cut_of(maker)]
-        )
+        peer, note = self.placement[reader.stage], self._taken[cut_of(maker)]
+        self.mailbox.send(*self._address(maker), peer, tuple(values), note)
 
     def _address(self, maker: Action) -> tuple[Key, int]:
         (kind, _, i), cut = maker, cut_of(maker)

@@ -136,7 +136,7 @@ class TimingRounds:
     def __post_init__(self) -> None:
         self._back = BackwardQueue(self.clock, self.device)
         self._written = set().union(*self.effects.written_classes)
-        # Python and sizes may go by values, and a loss reads outputs.
+        # Python and sizes may depend on values, and a loss reads outputs.
         if self.keeps_outputs or any(runs_python(n) or info(n).is_data_dependent for n in self.traced.nodes):
             self._room = 0
 

@@ -17,7 +17,6 @@ from torch import Tensor, fx
 
 from fxpipe.rewriting.rng import RandomCall, seeded_generator
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.record.gradients import differentiate
 
 
 @torch.library.custom_op("fxpipe::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -35,8 +34,7 @@ def _(like: Tensor, p: float, ordinal: int) -> Tensor:
 def with_compilable_rng(run: fx.GraphModule) -> fx.GraphModule:
     """Replaces unsupported nodes of the code; returns the same code if it has none."""
     drawing = [node for node in run.graph.nodes if isinstance(getattr(node.target, "drawing", None), RandomCall)]
-    gradients = [n for n in run.graph.nodes if getattr(n.target, "__module__", "") == differentiate.__module__]
-    uncompiled = [*gradients, *(node for node in run.graph.nodes if info(node).is_graph_break)]
+    uncompiled = [n for n in run.graph.nodes if hasattr(n.target, "inside") or info(n).is_graph_break]  # or a gradient
     if not drawing and not uncompiled:
         return run
     graph = fx.Graph()

@@ -101,7 +101,7 @@ class MiniBatch:
             changed = dict.fromkeys(name for program in programs for name in (*program.changes, *program.left))
             read = [n for n in changed if n.rpartition(".")[2] in losses.reads and tensors.has(n)]
             losses.function = tensors.hiding(read, losses.function) if read else losses.function
-        self._stages: list[dict[int, StageInstance]] = [{} for _ in self.bounds]  # by micro-batch, then by stage
+        self.stages: list[dict[int, StageInstance]] = [{} for _ in self.bounds]  # by micro-batch, then by stage
         if opens_stages:
             self._open_stages()
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
@@ -130,7 +130,7 @@ class MiniBatch:
                 key = id(bound), j, turn
                 if key not in opened:
                     opened[key] = self._open_stage(bound, j, turn, tensors[id(bound)])
-                self._stages[i][j] = opened[key]
+                self.stages[i][j] = opened[key]
 
     def _open_stage(self, bound: BoundProgram, j: int, turn: int, tensors: ModelTensors) -> StageInstance:
         device, stage = bound.replicas_of(j)[turn]
@@ -150,23 +150,20 @@ class MiniBatch:
         count = len(self.replica_totals[j])
         turn = replica_of(i, count)
         opened = self._open_stage(bound, j, turn, replace(tensors, versions=versions))
-        for own in self._stages[turn::count]:
+        for own in self.stages[turn::count]:
             own[j] = opened
 
     def close_stage(self, j: int) -> None:
         """Drops a stage, with its version of the weights."""
-        for own in self._stages:
+        for own in self.stages:
             del own[j]
-
-    def stage_of(self, j: int, i: int) -> StageInstance | None:
-        return self._stages[i].get(j)
 
     @property
     def micro_batches(self) -> int:
         return len(self.weights)
 
     def forward(self, j: int, i: int) -> None:
-        opened = self._stages[i][j]
+        opened = self.stages[i][j]
         received = [self.exchange.take(j, link, i) for link in opened.links]
         buffers = dict(opened.totals.buffers)
         if i and j in self.in_order:  # as another replica left them after the previous micro-batch
@@ -188,7 +185,7 @@ class MiniBatch:
 
     def recompute(self, j: int, i: int) -> None:
         inputs = self.saved.pop((j, i))
-        self._stages[i][j].check_unchanged(inputs.received, inputs.versions)
+        self.stages[i][j].check_unchanged(inputs.received, inputs.versions)
         stage_context.is_recomputing = True
         try:
             self.pending[j, i] = self._run(j, i, inputs.received, inputs.buffers).pending
@@ -200,10 +197,10 @@ class MiniBatch:
     ) -> StageResult:
         if self.bounds[i].program.is_random:
             stage_context.seed = mix_seed(self.seed, self.first_micro_batch + i)
-        return self._stages[i][j].run(received, buffers, is_kept)
+        return self.stages[i][j].run(received, buffers, is_kept)
 
     def _send(self, j: int, i: int, sent: Sequence[Any]) -> None:
-        for name, value in zip(self._stages[i][j].stage.sends, sent, strict=True):
+        for name, value in zip(self.stages[i][j].stage.sends, sent, strict=True):
             self.exchange.send(j, name, i, value)
 
     def backward(self, j: int, i: int) -> None:
@@ -211,18 +208,18 @@ class MiniBatch:
         arrived = [self.exchange.take_gradient(j, name, i) for name in pending.names]
         if self.loss_weighting.reduced:
             self.loss_weighting.note_roots(j, i, pending, arrived)
-        gradients = self._stages[i][j].backward(pending, arrived)
+        gradients = self.stages[i][j].backward(pending, arrived)
         for link, gradient in zip(pending.links, gradients, strict=True):
             self.exchange.send_gradient(link, i, gradient)
         if pending.tape is not None and (j, i) in self.split:
             self.tapes[j, i] = pending.tape
         elif pending.tape is not None:  # another micro-batch of the stage has W
-            self._stages[i][j].weight_gradients(pending.tape)
+            self.stages[i][j].weight_gradients(pending.tape)
 
     def weight_gradients(self, j: int, i: int) -> None:
         tape = self.tapes.pop((j, i), None)
         if tape is not None:  # else B computed all gradients
-            self._stages[i][j].weight_gradients(tape)
+            self.stages[i][j].weight_gradients(tape)
 
     @property
     def divisor(self) -> Any:

@@ -304,7 +304,7 @@ class Run:
         device = self._place(action)[0]
         text = f"fxpipe: stage {j} of {len(self.devices)} on {device}, micro-batch {k}, {kind.words}"
         one = None if kind is ActionKind.UPDATE else self.mini_batches.get(t)
-        opened = None if one is None else one.stage_of(j, k)
+        opened = None if one is None else one.stages[k].get(j)
         if opened is not None:
             node = opened.function.failing_node(error)
             location = opened.stage.locations.get(node)

@@ -17,7 +17,7 @@ import hashlib
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -200,7 +200,7 @@ class Traced:
     batch_bounds: tuple[int, int | None] = (0, None)  # the user's bounds for the samples of a mini-batch
     has_keys_of_sizes: bool = False  # was a value looked up in a cache by a size?
     again: Callable[..., Traced] | None = None  # records again with disguised sizes (`record.other_sizes`)
-    recording_options: RecordingOptions = PLAIN_RECORDING  # those that were needed
+    recording_options: RecordingOptions = PLAIN_RECORDING  # that the recording needed
     device: torch.device | None = None  # to which planning moved the model for tracing; None: not moved
     signature: int = 0  # equal for recordings of the same functions on the same values; see `signature_of`
     seed: int = 0  # seed of the random numbers that forward draws and reads
@@ -332,7 +332,8 @@ class Traced:
                 nodes |= dict.fromkeys(source for source in node.all_input_nodes if source.op == "get_attr")
                 nodes[node] = None
         nodes |= dict.fromkeys(self.graph.nodes)  # attributes without users
-        text = "\n".join(f"{n.op} {n.name} {_target_name(n.target)} {n.args} {n.kwargs}" for n in nodes)
+        every = _with_inside(nodes)
+        text = "\n".join(f"{n.op} {n.name} {_target_name(n.target)} {n.args} {n.kwargs}" for n in every)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def holds_at(self, size: int, lengths: Lengths | None = None) -> bool:
@@ -519,7 +520,15 @@ def call_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
 
 def signature_of(graph: fx.Graph) -> int:
     """Hashes a graph: equal for recordings with the same functions on the same values, whatever the other arguments."""
-    return hash(tuple((n.op, n.name, _target_name(n.target), *map(str, n.all_input_nodes)) for n in graph.nodes))
+    every = _with_inside(graph.nodes)
+    return hash(tuple((n.op, n.name, _target_name(n.target), *map(str, n.all_input_nodes)) for n in every))
+
+
+def _with_inside(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yields each node, then the nodes that it runs again, if it computes a gradient (`record.gradients`)."""
+    for node in nodes:
+        yield node
+        yield from getattr(node.target, "inside", ())
 
 
 def _target_name(target: Any) -> str:

@@ -156,3 +156,21 @@ class Written(Guided):
 def test_what_would_be_something_else_a_second_time_is_refused(model: Any) -> None:
     with pytest.raises(TraceError, match=r"runs autograd inside forward at .*test_gradients_in_forward"):
         fxpipe.trace(model(), (samples(),))
+
+
+class Slope(Layered, body=8):
+    """Returns a gradient, and nothing that it is the gradient of."""
+
+    function = staticmethod(torch.tanh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return self.body(grad(self.function(x).sum(), x, create_graph=True)[0])
+
+
+def test_a_plan_knows_what_a_gradient_is_of() -> None:
+    """The nodes in between are in no other place of the graph."""
+    graphs = [fxpipe.trace(Slope(function=one), (samples(),)) for one in (torch.tanh, torch.tanh, torch.sin)]
+    first, same, other = (graph.fingerprint() for graph in graphs)
+    assert first == same != other

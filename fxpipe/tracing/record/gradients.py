@@ -66,6 +66,7 @@ def differentiate(
             ends, points = ([values[placed[copies[node]]] for node in nodes] for nodes in (last, first))
             return torch.autograd.grad(ends, points, weights, create_graph=create_graph, **options)
 
+    grad.inside = [*own.nodes]  # type: ignore[attr-defined]
     result, _ = recorder.run(torch.autograd.grad, (outputs, inputs, grad_outputs, True, create_graph), options)
     weights = recorder.node_argument([grad_outputs] if isinstance(grad_outputs, torch.Tensor) else grad_outputs)
     recorder.keep(result, recorder.add("call_function", grad, (starts, others, weights)))

@@ -1,8 +1,8 @@
 """Compares every graph with its model, on real values and at the sizes that will run.
 
 Other sizes show what a recording can miss: a loop over the batch, a branch on a size, a value treated as a constant.
-A graph with correct outputs can still be wrong: it may have lost a backward of its own, and the second call reads state
-of the first, in buffers or hidden in an object or a global. So, on a few samples,
+A graph with correct outputs can still be wrong: it may lack the backward of a custom function, and a second call reads
+state that the first call left, in buffers or hidden in an object or a global. So, on a few samples,
 
     model   call ──▶ output, gradients, state ──▶ call on other samples ──▶ output, state
     graph   run  ──▶ output, gradients, state ──▶ run  on the same      ──▶ output, state

@@ -109,15 +109,18 @@ def test_rows_of_replicas_run_and_every_forward_finds_its_version(policy):
     for replicas, sizes, drains in product([*ALONE, *REPLICAS], streams, ((), (3,), (1, 4))):
         order, schedule = replicated(policy, sizes, replicas, drains)
         validate(schedule)
-        held = [{0} for _ in replicas]  # versions
+        held, updates = [{0} for _ in replicas], [[] for _ in replicas]  # versions, and the updates that made them
         most = [1] * len(replicas)
         ended = in_order_of_time(schedule)
         done = set()
         for action in ended:
             kind, j, i = action
-            t, _ = order.place(i)
+            t, k = order.place(i)
             if kind is ActionKind.FORWARD:
-                assert order.version(j, t) in held[j]
+                version = order.version(j, t)
+                assert version in held[j]
+                if version and k < replicas[j] > 1:  # opens the stage on a replica, which may be ahead of the others
+                    assert updates[j][version - 1] in order.awaited(action)
             if kind is ActionKind.BACKWARD:
                 assert action._replace(kind=ActionKind.FORWARD) in done
             if kind is ActionKind.UPDATE:
@@ -126,6 +129,7 @@ def test_rows_of_replicas_run_and_every_forward_finds_its_version(policy):
                 first, end = order.micro_batches_of(together[0]).start, i + 1
                 assert all(Action(ActionKind.BACKWARD, j, h) in done for h in range(first, end))
                 newest = max(held[j]) + 1
+                updates[j].append(action)
                 held[j] = {version for version in held[j] if version >= order.version(j, t + 1)} | {newest}
                 most[j] = max(most[j], len(held[j]))
             done.add(action)
