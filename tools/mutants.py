@@ -1791,6 +1791,18 @@ TRACING = (
 
 PROFILING = (
     Mutant(
+        "profiling/saved_storages.py",
+        " and self.effects.alias[node] not in self.written:\n            first,",
+        ":\n            first,",
+        "unit/profiling/test_profile.py::test_a_view_that_is_written_to_takes_no_value_of_its_kind",
+    ),
+    Mutant(
+        "profiling/node_timing.py",
+        " and self.effects.alias[node] not in self._written:\n            result =",
+        ":\n            result =",
+        "unit/profiling/test_profile.py::test_a_view_that_is_written_to_takes_no_value_of_its_kind",
+    ),
+    Mutant(
         "profiling/node_kinds.py",
         "repr(args), state_of(node), changed",
         "repr(args), changed",

@@ -212,7 +212,7 @@ class TimingRounds:
             result = self._sample(node, written, samples)
         if result is None and not node.users and not written:
             return
-        if result is None and self.kind[node] in self._kept:
+        if result is None and self.kind[node] in self._kept and self.effects.alias[node] not in self._written:
             result = (self._kept[self.kind[node]],)
         if result is None or written:
             function, args, kwargs = self._bound(node, self.values)

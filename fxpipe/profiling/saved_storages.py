@@ -113,6 +113,7 @@ class _StorageObserver:
     def __init__(self, traced: Traced, effects: Effects, once: bool, keeps_outputs: bool):
         self.traced, self.effects, self.once = traced, effects, once
         self.first: dict[Hashable, tuple[fx.Node, Any]] = {}  # by kind: the first node and, with `once`, its value
+        self.written = set().union(*effects.written_classes)
         self.storages = StorageNumbers()
         self.own: set[int] = set()  # numbers of the storages of the model's tensors
         self.seen: dict[int, ObservedStorage] = {}  # by number: all others
@@ -161,7 +162,7 @@ class _StorageObserver:
         self.probes[node] = self.by_roles[roles]
         if all(n in self.fixed for n in inputs):
             self.fixed.add(node)
-        if self.once and kind in self.first:
+        if self.once and kind in self.first and self.effects.alias[node] not in self.written:
             first, value = self.first[kind]
             self.values[node] = value if is_faked() else pytree.tree_map_only(torch.Tensor, _alias_of, value)
             self.same[node] = first
@@ -187,8 +188,7 @@ class _StorageObserver:
                 seen.users.add(len(self.effects.nodes))
 
     def _begin(self, leaves: Sequence[Any]) -> None:
-        traced, effects = self.traced, self.effects
-        written = set().union(*effects.written_classes)
+        traced, effects, written = self.traced, self.effects, self.written
         for tensor in (*slots_of(traced.model).values(), *container_tensors(traced.model).values()):
             self.own.update(self.storages.numbers(tensor))
         for node in traced.graph.nodes:

@@ -511,6 +511,22 @@ def test_nodes_that_are_not_timed_take_the_value_of_one_of_their_kind() -> None:
     assert ran == [traced.nodes[0], traced.nodes[-1]]
 
 
+def test_a_view_that_is_written_to_takes_no_value_of_its_kind() -> None:
+    """It would be a view of another tensor: of the weight, to which measuring then writes."""
+
+    class Follows(Layered, student=4, teacher=4):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x @ self.student.weight.detach().t()
+            self.teacher.weight.t().mul_(0.5)
+            return y + self.student(x) + self.teacher(x)
+
+    model, x = Follows(), torch.randn(4, 4)
+    model.teacher.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    profiled(model, x)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 def test_a_long_node_runs_forward_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     x = torch.randn(3, 4)
