@@ -1343,8 +1343,8 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/graph_break.py",
-        "version_of(buffers[name]) != version]",
-        "version_of(buffers[name]) < version]",
+        "if version_of(now) != v or not equal_tensors(now, old)]",
+        "if version_of(now) < v]",
         (
             "behaviour/test_continuation.py::test_a_buffer_that_some_step_writes_to_between_the_blocks"
             "_is_an_error_of_that_step_and_stays"
@@ -1364,6 +1364,24 @@ TRACING = (
         "if end is not None and any(version_of(tensor)",
         "if end is None and any(version_of(tensor)",
         "behaviour/test_continuation.py::test_a_forward_that_writes_to_what_it_was_given_stays_in_one_piece",
+    ),
+    Mutant(
+        "tracing/record/graph_break.py",
+        "zip(slots, tensors, strict=True) if not is_fixed(tensor)}",
+        'zip(slots, tensors, strict=True) if slot.kind != "parameter"}',
+        "behaviour/test_continuation.py::test_an_encoder_of_keys_follows_and_its_queue_moves_on",
+    ),
+    Mutant(
+        "tracing/record/opaque_call.py",
+        "storage_of(tensor) in opaque.written or not (",
+        "not (",
+        "behaviour/test_continuation.py::test_an_encoder_of_keys_follows_and_its_queue_moves_on",
+    ),
+    Mutant(
+        "tracing/record/opaque_call.py",
+        "        memory.copy_(after)\n    if not is_same:",
+        "        memory.copy_(memory)\n    if not is_same:",
+        "behaviour/test_continuation.py::test_an_encoder_of_keys_follows_and_its_queue_moves_on",
     ),
     Mutant(
         "tracing/record/graph_break.py",
@@ -1391,7 +1409,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/graph_break.py",
-        '            outside = [slot for slot in outside if slot.kind == "parameter"]',
+        "            outside = [slot for slot in outside if is_fixed(slots[slot])]",
         "            pass",
         "behaviour/test_continuation.py::test_a_forward_that_looks_between_its_blocks_is_cut_between_them",
     ),

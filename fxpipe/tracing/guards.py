@@ -161,6 +161,7 @@ def refuse_unguardable(traced: Traced) -> None:
         f"that depends on {sources[read]} at {info(read).source}; {remedy}",
         modules,
         calls=calls,
+        source=info(read).source,
     )
 
 

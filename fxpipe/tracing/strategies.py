@@ -217,6 +217,8 @@ def _options_after(
     modules = problem.modules - whole.keys() if isinstance(problem, CannotRecord) else frozenset[str]()
     large = [path for path in modules if _share_of(model, path) > LARGE_NODE_SHARE]
     methods = [name for path in large for name in methods_to_keep(model.get_submodule(path), path)]
+    if isinstance(problem, CannotRecord) and not problem.modules and problem.source:
+        methods += methods_to_keep(model, "", problem.source)
     if not whole.keys() >= {*methods}:
         return replace(options, whole={**whole, **dict.fromkeys(methods, str(problem))})
     behind = _graph_breaks_for(model, problem, modules, graph_breaks)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.compared_steps import assert_trains
 from helpers.layered import Layered
-from helpers.oracle import assert_same_state
+from helpers.oracle import assert_same_gradients, assert_same_state
 from torch import nn
 from torch.utils import checkpoint as recompute
 
@@ -374,7 +374,7 @@ class Taught(nn.Module):
 FOLLOWS: list[Callable[[Any, Any], Any]] = [
     lambda p, q: p.mul_(0.9).add_(q, alpha=0.1),
     lambda p, q: p.data.lerp_(q.data, 0.1),
-    lambda p, q: setattr(p, "data", p.data * 0.9 + q.data * 0.1),  # not in a module that is kept whole
+    lambda p, q: setattr(p, "data", p.data * 0.9 + q.data * 0.1),
 ]
 
 
@@ -383,8 +383,60 @@ FOLLOWS: list[Callable[[Any, Any], Any]] = [
 def test_a_teacher_follows_its_student_in_each_micro_batch(number: int) -> None:
     follow = FOLLOWS[number]
     assert_trains(Taught(follow, is_first=False), calm_and_wild())
-    taught = Taught(follow, is_first=True, looks=number < 2)
+    taught = Taught(follow, is_first=True, looks=True)
     assert_trains(nn.Sequential(nn.Linear(8, 8), taught, nn.Linear(8, 8)), calm_and_wild(), checkpoint="always")
+
+
+class Momentum(Layered, queue=lambda: torch.randn(8, 16), pointer=lambda: torch.zeros(1, dtype=torch.long)):
+    """MoCo: keys in a queue, of an encoder that starts as a copy of the other and follows it."""
+
+    def __init__(self, follow: Callable[[Any, Any], Any], is_method: bool) -> None:
+        super().__init__(follow=follow, is_method=is_method)
+        self.queries = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.keys = copy.deepcopy(self.queries).requires_grad_(False)
+
+    @torch.no_grad()
+    def enqueue(self, keys: torch.Tensor) -> None:
+        pointer = int(self.pointer)
+        self.queue[:, pointer : pointer + len(keys)] = keys.T
+        self.pointer[0] = (pointer + len(keys)) % 16
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = self.queries(x)
+        with torch.no_grad():
+            for p, q in zip(self.keys.parameters(), self.queries.parameters(), strict=True):
+                self.follow(p, q)
+            keys = self.keys(x * 2)
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.clone()], 1)
+        self.enqueue(keys) if self.is_method else PLAIN_ENQUEUE(self, keys)
+        return logits
+
+
+PLAIN_ENQUEUE = Momentum.enqueue  # no method to fxpipe
+
+
+@pytest.mark.filterwarnings("ignore:module")
+@pytest.mark.parametrize("is_method", [True, False])
+@pytest.mark.parametrize("follow", [*FOLLOWS, lambda p, q: p.data.mul_(0.9).add_(q.data, alpha=0.1)])
+def test_an_encoder_of_keys_follows_and_its_queue_moves_on(follow: Callable[[Any, Any], Any], is_method: bool) -> None:
+    model = Momentum(follow, is_method)
+    plain, x = copy.deepcopy(model), torch.randn(8, 8)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=1, schedule="1f1b", example_args=(x[:4],)) as pipe:
+        assert is_method == (whole_names(pipe) == ["enqueue"])
+        optimizers = [torch.optim.SGD(one.queries.parameters(), 0.5) for one in (plain, model)]
+        for _ in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            want = sum(plain(part).square().mean() / 2 for part in x.chunk(2))
+            want.backward()
+            have = pipe.forward_backward(
+                micro_batches=[((part,), {}, None) for part in x.chunk(2)], loss_fn=lambda y: y.square().mean()
+            )
+            torch.testing.assert_close(have, want.detach())
+            assert_same_gradients(model, plain, loose=[name for name, _ in plain.named_parameters()])
+            assert_same_state(model, plain, exact=False)
+            for optimizer in optimizers:
+                optimizer.step()
 
 
 def test_a_teacher_that_is_to_be_trained_as_well_is_refused_and_planning_leaves_it_as_it_was() -> None:

@@ -40,7 +40,7 @@ from fxpipe._torch.functions import opname
 from fxpipe._torch.module_internals import COMPILED_CALL
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import StateError
-from fxpipe.tracing.model_state import Slot, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.model_state import Slot, equal_tensors, is_fixed, preserve_state, slots_of, without_gradients
 from fxpipe.tracing.node_info import info, opaque_call_of, update_info
 from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.opaque_call import OpaqueStateError, call_opaque, is_in_modules, replica_of
@@ -130,7 +130,8 @@ def _unwritten(buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
     before = {name: (version_of(buffer), buffer.clone()) for name, buffer in buffers.items()}
 
     def written() -> list[str]:
-        return [name for name, (version, _) in before.items() if version_of(buffers[name]) != version]
+        pairs = [(name, version, old, buffers[name]) for name, (version, old) in before.items()]
+        return [name for name, v, old, now in pairs if version_of(now) != v or not equal_tensors(now, old)]  # `.data`
 
     try:
         yield
@@ -170,8 +171,9 @@ class _Segment:
         with recorder.pause():
             slots = self._slots_used(recorder, arguments)
             run = replica_of(recorder.model, self.module, slots, self._run, tuple(self._left_out))
+        tensors = [slot.store(self.module)[slot.key] for slot in slots]
         if self.end is not None:
-            self.shared |= {slot for slot in slots if slot.kind != "parameter"}
+            self.shared |= {slot for slot, tensor in zip(slots, tensors, strict=True) if not is_fixed(tensor)}
         read_only = [(place, slot.name) for place, slot in enumerate(slots) if slot in self.shared]
 
         def run_apart(tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +186,6 @@ class _Segment:
                 return run(own, args, kwargs)
 
         name = f"{type(self.module).__name__}_" + (f"until_{self.end.name}" if self.end else "rest").replace(".", "_")
-        tensors = [slot.store(self.module)[slot.key] for slot in slots]
         before, recorder.origin = recorder.origin, (path, line_of_function(forward_of(self.module)))
         try:
             result, node = call_opaque(recorder, run_apart, name, tensors, arguments, {}, final=False)
@@ -215,7 +216,7 @@ class _Segment:
             run((), copied, {})
         used = set(map(id, opaque.known_tensors))
         if self.end is not None:  # later writes to other buffers must not reach an earlier stage
-            outside = [slot for slot in outside if slot.kind == "parameter"]
+            outside = [slot for slot in outside if is_fixed(slots[slot])]
         return tuple(slot for slot, tensor in slots.items() if slot in outside or id(tensor) in used)
 
     def _run(self, replica: nn.Module, arguments: tuple[Any, ...], _: dict[str, Any]) -> Any:

@@ -237,8 +237,12 @@ def call_opaque(
             recorder.random.note_python(in_node=True)
             external = [t for t in external if id(t) in {id(other) for other in _external_tensors(again, [])}]
         held = [(t, mine) for t, mine in zip(tensors, own, strict=True) if is_fixed(t)]  # `.data` has no version
-        changed = [t for t, c in held if version_of(c) or not (t.requires_grad or equal_tensors(t, c))]
-        changed_buffers = [t for t, old in buffers if not equal_tensors(t, old)]
+
+        def is_changed(tensor: torch.Tensor, before: torch.Tensor) -> bool:  # a write may leave the value as it was
+            return storage_of(tensor) in opaque.written or not (tensor.requires_grad or equal_tensors(tensor, before))
+
+        changed = [t for t, c in held if version_of(c) or is_changed(c, t)]
+        changed_buffers = [t for t, old in buffers if is_changed(t, old)]
         written = [key for key, tensor, version in others if version_of(tensor) != version]
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
         moved = list(map(storage_of, own)) != storages
@@ -426,17 +430,24 @@ def _call_whole(
 # So first those methods that use no modules inside are kept whole.
 
 
-def methods_to_keep(module: nn.Module, path: str) -> list[str]:
-    """Returns the paths of the methods that forward of a module calls, and that use no modules inside it."""
+def methods_to_keep(module: nn.Module, path: str, line: str = "") -> list[str]:
+    """Returns the paths of methods that forward calls and that use no modules inside; `line`: those that contain it."""
     kind, inside = type(module), {name for name, _ in module.named_children()}
     names = _attributes_of_self(kind.forward) - {*vars(nn.Module), *vars(module)}
     whole = [name for name in names if _method(kind, name) and inside.isdisjoint(_attributes_used(kind, name))]
+    whole = [name for name in whole if not line or _has_line(_method(kind, name), line)]
     return [f"{path}.{name}".removeprefix(".") for name in sorted(whole)]
 
 
 def _method(kind: type[nn.Module], name: str) -> FunctionType | None:
     method = inspect.getattr_static(kind, name, None)
     return method if isinstance(method, FunctionType) else None
+
+
+def _has_line(method: Callable[..., Any] | None, line: str) -> bool:
+    code = getattr(inspect.unwrap(method), "__code__", None) if method is not None else None
+    lines = {f"{code.co_filename}:{number}" for *_, number in code.co_lines()} if code is not None else ()
+    return line in lines
 
 
 def _attributes_used(kind: type[nn.Module], name: str) -> set[str]:
@@ -549,11 +560,12 @@ def replica_of(
             hooks = [(store, {*store}) for inner in replica.modules() for store in hook_stores(inner)]
             kept = [store[slot.key] for slot, store in zip(slots, stores, strict=True)]
             try:
+                memory = [tensor.detach() for tensor in values]  # if forward sets `.data`
                 for slot, store, tensor in zip(slots, stores, values, strict=True):
                     store[slot.key] = tensor
                 result = forward(replica, args, kwargs)
-                for slot, store, tensor in zip(slots, stores, values, strict=True):
-                    _copy_buffer(slot, store.get(slot.key), tensor)
+                for slot, store, tensor, own in zip(slots, stores, values, memory, strict=True):
+                    _copy_buffer(slot, store.get(slot.key), tensor, own)
             finally:
                 for slot, store, tensor in zip(slots, stores, kept, strict=True):
                     store[slot.key] = tensor
@@ -583,15 +595,19 @@ def _is_made_anew(slot: Slot, tensor: torch.Tensor) -> bool:
     return slot.kind == "attribute" and tensor.requires_grad
 
 
-def _copy_buffer(slot: Slot, after: Any, tensor: torch.Tensor) -> None:
-    if after is tensor:
+def _copy_buffer(slot: Slot, after: Any, tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Copies a buffer that forward has set, or whose `.data` it has set, to the memory that the tensor had before."""
+    is_same = tensor.requires_grad or tensor.layout != torch.strided or storage_of(tensor) == storage_of(memory)
+    if after is tensor and is_same:
         return
-    if slot.kind != "buffer" or not isinstance(after, torch.Tensor):
+    if after is not tensor and (slot.kind != "buffer" or not isinstance(after, torch.Tensor)):
         raise OpaqueStateError(f"sets its {slot.kind} {slot.name!r}")
-    if after.shape != tensor.shape or after.dtype != tensor.dtype:
-        raise OpaqueStateError(f"sets its buffer {slot.name!r} to one of another shape or dtype")
+    if after.shape != memory.shape or after.dtype != memory.dtype:
+        raise OpaqueStateError(f"sets its {slot.kind} {slot.name!r} to one of another shape or dtype")
     with torch.no_grad():
-        tensor.copy_(after)
+        memory.copy_(after)
+    if not is_same:
+        tensor.data = memory
 
 
 def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:

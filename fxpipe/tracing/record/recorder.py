@@ -48,7 +48,7 @@ from fxpipe.tracing.record.unrecordable import (
     written_arguments,
 )
 from fxpipe.tracing.source_lines import is_check, user_line
-from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.tensors import storage_of, tensors_in
 from fxpipe.tracing.traced import PLAIN_RECORDING, RecordingOptions, TracedGraph
 from fxpipe.utils.accelerator import comparison_seed
 from fxpipe.utils.progress import ProgressStep, ignore_progress
@@ -73,6 +73,7 @@ class PausedRun:
 
     unhookable: Sequence[torch.Tensor] = ()  # arguments that must not get a hook
     known_tensors: list[torch.Tensor] = field(default_factory=list)  # used tensors of forward and of the model
+    written: set[int] = field(default_factory=set)  # storages that functions write to, also through `.data`
     has_drawn: bool = False  # random numbers
     has_applied: bool = False  # an `autograd.Function`
 
@@ -515,6 +516,9 @@ class Recorder(TorchFunctionMode):
         tensors = list(tensors_in((args, kwargs)))
         if self.opaque is not None:
             self.opaque.known_tensors += [t for t in tensors if self.knows(t) or self.names.own(t)]
+            if not is_in_functorch_transform():  # whose tensors have no storage
+                written = tensors_in(tuple(written_arguments(func, args, kwargs)))
+                self.opaque.written.update(map(storage_of, written))
         if tensors and not self.runs_opaque:
             return self._plainly(func, args, kwargs)
         before = forward_rng.generator_states()

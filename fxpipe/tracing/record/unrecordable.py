@@ -34,8 +34,10 @@ class CannotRecord(TraceError):
         is_final: bool = False,  # no other method would help
         # By path of a module with a possible graph break: its calls of other modules before it, not to be repeated.
         calls: Mapping[str, int] | None = None,
+        source: str = "",  # the user's line that forward could go on from as Python
     ):
         super().__init__(message)
+        self.source = source
         self.modules, self.is_final = modules, is_final
         self.calls = dict(calls or {})
 

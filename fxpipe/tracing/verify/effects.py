@@ -33,7 +33,7 @@ from fxpipe.tracing.model_state import equal_tensors, slots_of
 from fxpipe.tracing.node_info import info, named_arguments
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import detached, storage_of, tensors_in
-from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.tracing.traced import Traced, attribute_tensor, runs_python
 from fxpipe.utils.progress import progress
 
 NORM_FUNCTIONS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
@@ -129,6 +129,9 @@ def observe_run(traced: Traced, sample: Sequence[Any], saves: bool = False) -> G
                 value = draws.take(lambda: run_node(node, values))
         changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if version_of(t) != v}
         changed |= {key for key, old in before.items() if not equal_tensors(buffers[key][1], old)}
+        for source in node.all_input_nodes if runs_python(node) else ():  # it may write the value that is there
+            if info(source).storages & info(node).written_storages:
+                changed |= set(map(storages.name, tensors_in(values[source])))
         if node.target in NORM_FUNCTIONS:  # update their buffers without raising the version
             changed |= {storages.name(values[b]) for b in running_statistics(node)}
         seen.changed[node] = changed
