@@ -1470,8 +1470,8 @@ TRACING = (
     ),
     Mutant(
         "tracing/shapes/symbolic_shapes.py",
-        "bool(sources and not number.free_symbols)  # a length that a value has cut",
-        "False",
+        "(sources and not number.free_symbols) or any(",
+        "any(",
         "behaviour/test_trimmed_batches.py",
     ),
     Mutant(
@@ -1612,6 +1612,30 @@ TRACING = (
         "        hiding = {n for n in self.blocks - self.opened if self.joins[n] or len(info(n).shapes) > 1}",
         "        hiding = set()",
         "attacks/test_samples_meet.py::test_samples_that_meet_are_refused_with_the_line",
+    ),
+    Mutant(
+        "tracing/verify/sample_rows.py",
+        "        if not all(size.is_polynomial() for size in of_values):",
+        "        if False:",
+        "behaviour/test_unequal_outputs.py::test_selected_rows_that_are_cut_by_their_number_are_cut_once",
+    ),
+    Mutant(
+        "tracing/verify/sample_rows.py",
+        "self.selects_rows |= bool(of_values)",
+        "self.selects_rows |= False",
+        "unit/tracing/shapes/test_symbolic_shapes.py::test_rows_that_a_mask_selects_are_rows_of_samples",
+    ),
+    Mutant(
+        "tracing/shapes/symbolic_run.py",
+        "            if size.is_number:",
+        "            if False:",
+        "behaviour/test_unequal_outputs.py::test_rows_that_a_mask_selects_are_rows_of_samples",
+    ),
+    Mutant(
+        "tracing/shapes/symbolic_shapes.py",
+        "            is_check=isinstance(read.result, bool) and is_line_of_check(read.where),",
+        "            is_check=False,",
+        "behaviour/test_unequal_outputs.py::test_rows_that_a_mask_selects_are_rows_of_samples",
     ),
     Mutant(
         "tracing/verify/sample_rows.py",

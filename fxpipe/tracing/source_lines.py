@@ -40,28 +40,39 @@ def user_line() -> str:
 def is_check() -> bool:
     """Returns whether a value is read only to raise if it is another one.
 
-    So read the distributions of torch, `assert` and an `if` with a branch that raises.
+    So read the distributions and checks of torch, `assert` and an `if` with a branch that raises.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH_FILES):
         frame = frame.f_back
     if frame is None:
         return False
-    file = frame.f_code.co_filename
-    is_of_torch = file.startswith(os.path.join(_TORCH, "distributions", ""))
-    return is_of_torch or frame.f_lineno in _lines_of_checks("".join(linecache.getlines(file)))
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    is_of_torch = file == torch.__file__ and name.startswith("_check")
+    is_of_torch |= file.startswith(os.path.join(_TORCH, "distributions", ""))
+    return is_of_torch or is_line_of_check(f"{file}:{frame.f_lineno}")
+
+
+def is_line_of_check(where: str) -> bool:
+    """Returns whether a source line is the condition of a check: another value raises."""
+    file, _, line = where.rpartition(":")
+    return line.isdigit() and int(line) in _lines_of_checks("".join(linecache.getlines(file)))
 
 
 @functools.lru_cache(maxsize=256)
 def _lines_of_checks(text: str) -> frozenset[int]:
-    """Returns the lines of conditions that raise if they are true, or if they are false."""
+    """Returns the lines of conditions that raise if they are true, or if they are false; and of `check(...)`."""
     lines = set[int]()
     try:
-        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.If, ast.Assert))]
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.If, ast.Assert, ast.Expr))]
     except (SyntaxError, ValueError):
         return frozenset()
     for node in nodes:
-        if isinstance(node, ast.Assert) or _ends_in_raise(node.body) or _ends_in_raise(node.orelse):
+        if isinstance(node, ast.Expr):
+            called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
+            is_check = "check" in called.replace("checkpoint", "")
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1) if is_check else ())
+        elif isinstance(node, ast.Assert) or _ends_in_raise(node.body) or _ends_in_raise(node.orelse):
             test = node.test
             if not any(isinstance(part, (ast.BoolOp, ast.IfExp, ast.NamedExpr)) for part in ast.walk(test)):
                 lines.update(range(test.lineno, (test.end_lineno or test.lineno) + 1))

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from helpers.devices import workers
 from helpers.oracle import assert_same_gradients, assert_same_state, closing
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxpipe
-from fxpipe.errors import UnequalOutputsError
+from fxpipe.errors import ArgumentError, UnequalOutputsError
 
 D = 4
 EVEN, UNEVEN = torch.tensor([7, 7, 7, 5]), torch.tensor([5, 3, 2, 7])
@@ -96,3 +96,67 @@ def test_micro_batches_that_are_handed_over_give_a_list() -> None:
     with pipe_of(model) as pipe:
         _, outputs = pipe.forward_backward(micro_batches=calls, loss_fn=loss_of, return_outputs=True)
         torch.testing.assert_close(outputs, [plain(*inputs) for inputs, _ in calls])
+
+
+# -- rows that a mask selects ----------------------------------------------------------------------------------------
+
+
+class Pictures(nn.Module):
+    """Encodes the pictures that are not empty, and puts them into a text where a mask says, as SmolVLM does."""
+
+    def __init__(self, change: Any = lambda rows: rows) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.change, self.embed, self.encode, self.last = change, *(nn.Linear(D, D).double() for _ in range(3))
+
+    def forward(self, text: torch.Tensor, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = pictures.flatten(0, 1)
+        rows = rows[(rows != 0).any(-1)]
+        n = rows.shape[0]
+        rows = self.change(self.encode(rows).view(n, 2, -1).transpose(1, 2).reshape(n, -1))
+        h, places = self.embed(text), (text[..., :1] > 0).expand_as(text)
+        torch._check_tensor_all(places.sum() == n * D)
+        if h[places].numel() < rows.numel():
+            raise ValueError("fewer places than pictures")
+        return self.last(h.masked_scatter(places, rows)), rows
+
+
+def text_and_pictures(*counts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs with this number of pictures in each sample, at most 4."""
+    text, pictures = torch.rand(2, len(counts), 4, D, dtype=torch.float64) + 0.1
+    for sample, count in enumerate(counts):
+        text[sample, count:] *= -1
+        pictures[sample, : 4 - count] = 0
+    return text, pictures
+
+
+def assert_same_rows(model: nn.Module, chunks: int, *batches: tuple[int, ...]) -> None:
+    plain, example = copy.deepcopy(model), text_and_pictures(2, 3, 1, 4, 0, 2)
+    with closing(fxpipe.pipeline(model, workers(2), chunks=chunks, example_args=example)) as pipe:
+        for counts in batches:
+            inputs = text_and_pictures(*counts)
+            outputs, expected = ([*map(torch.Tensor.cpu, one(*inputs))] for one in (pipe, plain))
+            torch.testing.assert_close(outputs, expected)
+            for each in (outputs, expected):
+                sum(output.square().sum() for output in each).backward()
+            assert_same_gradients(model, plain, exact=False)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_rows_that_a_mask_selects_are_rows_of_samples(chunks: int) -> None:
+    assert_same_rows(Pictures(), chunks, (2, 3, 1, 4, 0, 2), (0, 0, 0, 4, 2, 1), (3, 1, 2), (1, 1, 1, 4, 4, 4, 4))
+
+
+@pytest.mark.parametrize("change", [Tensor.softmax, Tensor.flip, lambda rows, _: rows / rows.shape[0]])
+def test_selected_rows_that_act_on_each_other_are_refused(change: Any) -> None:
+    with pytest.raises(ArgumentError, match="samples act on each other"):
+        assert_same_rows(Pictures(lambda rows: change(rows, 0)), 2)
+
+
+def test_selected_rows_that_are_cut_by_their_number_are_cut_once() -> None:
+    class First(Pictures):
+        def forward(self, text: torch.Tensor, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h, rows = super().forward(text, pictures)
+            return h, rows[:14]
+
+    assert_same_rows(First(), 2, (2, 3, 1, 4, 0, 2), (4, 4, 4, 4, 4, 4))

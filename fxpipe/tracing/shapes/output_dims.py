@@ -19,7 +19,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.guards import input_program
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
-from fxpipe.tracing.node_info import NodeInfo, dependencies_of, info, set_info
+from fxpipe.tracing.node_info import NodeInfo, dependencies_of, info, set_info, value_read_of
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.batch_reductions import Joins, ReductionWalk, UnknownReductionError
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, batch_sizes, runs_python
@@ -148,10 +148,9 @@ def _sizes_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
 
 
 def _batch_dim(traced: Traced, node: fx.Node) -> int | None:
-    """Returns the batch dimension, if it is the only one and has no other unknown size."""
-    sizes = _sizes_of(node)
-    holding = [d for d, size in enumerate(sizes) if traced.batch in size.free_symbols]
-    return holding[0] if len(holding) == 1 and sizes[holding[0]].free_symbols == {traced.batch} else None
+    """Returns the dimension whose size depends on the batch, or on values (`x[mask]`), if there is only one."""
+    holding = [d for d, size in enumerate(_sizes_of(node)) if size.free_symbols]
+    return holding[0] if len(holding) == 1 else None
 
 
 def uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
@@ -160,7 +159,7 @@ def uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
     for place, (output, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
         if isinstance(output, fx.Node) and isinstance(dim, int) and place not in traced.told:
             rows = info(output).shapes[0].shape[dim]
-            if sympy.cancel(rows / traced.batch).free_symbols:
+            if rows.free_symbols == {traced.batch} and sympy.cancel(rows / traced.batch).free_symbols:
                 uneven.append((output.name, rows))
     return tuple(uneven)
 
@@ -173,23 +172,23 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -
     if number is not None and not sympy.cancel(number / traced.batch).free_symbols:
         return "sum"  # proportional to the samples: each micro-batch has its share
     what = str(shapes[0]) if shapes else "a number"
-    if any(size.free_symbols - {traced.batch} for size in _sizes_of(output)):
-        why = "has a size that depends on values"
+    try:
+        return walk.combination(output, place)
+    except UnknownReductionError as unknown:
+        if walk.joins is not None:
+            raise
+        cause = unknown
+    if any(size.free_symbols for size in _sizes_of(output)):
+        why = "holds the batch in several dimensions"
     else:
-        try:
-            return walk.combination(output, place)
-        except UnknownReductionError as unknown:
-            if walk.joins is not None:
-                raise
-            cause = unknown
-        if any(size.free_symbols for size in _sizes_of(output)):
-            why = "holds the batch in several dimensions"
-        else:
-            why = "depends on the batch but has no dimension for it"
-            example = batch_sizes(traced.leaves, traced.in_dims)
-            if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
-                why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"
-        why += f", and it cannot be made of all samples once, since it is made of {cause}"
+        why = "depends on the batch but has no dimension for it"
+        example = batch_sizes(traced.leaves, traced.in_dims)
+        if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
+            why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"
+        lists = [n for n in traced.graph.nodes if info(n).is_guarded_read and isinstance(value_read_of(n).value, list)]
+        if lists:  # `x.split(counts.tolist())`
+            why += f" (forward reads the values of all samples at {info(lists[0]).source}, which may have set its size)"
+    why += f", and it cannot be made of all samples once, since it is made of {cause}"
     raise ArgumentError(
         f"output {place} ({output.name}, {what}, made at {info(output).source or 'the input'}) {why}, so the "
         "outputs of micro-batches cannot be put together; say how with out_dims: a dimension, None (the same for "

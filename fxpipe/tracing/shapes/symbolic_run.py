@@ -10,6 +10,7 @@ Shapes that fake tensors cannot show are observed in real runs (`observed_shapes
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -247,6 +248,8 @@ class SymbolicRun:
         return self.traced.is_for_one_size and node not in self.known.fixing
 
     def _run(self, node: fx.Node) -> Any:
+        if node.target in ("view", "reshape", torch.reshape):
+            self._set_inferred_size(node)
         if node.target is not F.interpolate:
             return run_node_without_grad(node, self.node_values)
         arguments = {**fx.map_arg(named_arguments(node), self.node_values.__getitem__)}
@@ -254,6 +257,15 @@ class SymbolicRun:
             arguments["recompute_scale_factor"] = True  # same sizes, in Python: C++ does not accept symbolic scales
         with set_thread_state(state_of(node)), torch.no_grad():
             return F.interpolate(**arguments)
+
+    def _set_inferred_size(self, node: fx.Node) -> None:
+        """Replaces -1 in a view of selected rows: torch infers no size if there are no rows (`x[mask].view(n, -1)`)."""
+        value, *sizes = pytree.tree_map_only(fx.Node, self.node_values.get, [*pytree.tree_leaves(node.args)])
+        if -1 in sizes and isinstance(value, torch.Tensor) and free_unbacked_symbols(value):
+            inferred = value.numel() // -math.prod(sizes)
+            size = self._formula(inferred) if isinstance(inferred, torch.SymInt) else sympy.Integer(inferred)
+            if size.is_number:
+                node.args = pytree.tree_map(lambda one: int(size) if one == -1 else one, node.args)
 
     def _keep_guards(self, start: int, where: str, is_of_torch: bool) -> None:
         self.guards += [SizeCondition(guard.expr, where, is_of_torch) for guard in self.env.guards[start:]]

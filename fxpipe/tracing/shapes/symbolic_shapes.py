@@ -30,6 +30,7 @@ from fxpipe.tracing.node_info import TensorShape, ValueRead, constant_of, contai
 from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, PIECES, SIZE_FUNCTIONS, SizeRead, length
 from fxpipe.tracing.shapes.output_dims import left_dims, uneven_outputs, with_out_dims
 from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols
+from fxpipe.tracing.source_lines import is_line_of_check
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import CALL_OPS, Traced, batch_sizes, candidate_dims, common_batch_size
 from fxpipe.utils.batch_split import rows_per_sample
@@ -71,6 +72,7 @@ def add_shapes(
     example = {symbol: sympy.Integer(size) for symbol, size in traced.dynamic.example}
     # With recorded sizes, and with symbols if these differ. By id, since equal values are one object.
     shapes: dict[int, tuple[tuple[TensorShape, ...], tuple[TensorShape, ...] | None]] = {}
+    cut = set[fx.Node]()  # a value that forward read has set their sizes: numbers here, others for other values
     for node, value in run.node_values.items():
         if id(value) not in shapes:
             full = tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors_in(value))
@@ -80,17 +82,18 @@ def add_shapes(
         is_number = is_float or (isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool))
         known_shapes, dynamic_shapes = shapes[id(value)]
         update_info(node, known_shapes=known_shapes, dynamic_shapes=dynamic_shapes, is_float_number=is_float)
-        sources = [source for source in node.all_input_nodes if info(source).is_data_dependent]
+        sources = cut.intersection(node.all_input_nodes)
         # A number read from a value is not a size: each step reads it again and compares.
         if is_number and not info(node).is_compared_read:
             full_number = formula(value)
             number = full_number.xreplace(example)
-            is_of_values = bool(sources and not number.free_symbols)  # a length that a value has cut
-            is_of_values |= any(info(source).number is not None for source in sources)
-            is_data_dependent = is_of_values or bool(number.free_symbols - {traced.batch})
+            if (sources and not number.free_symbols) or any(info(source).number is not None for source in sources):
+                cut.add(node)
+            is_data_dependent = node in cut or bool(number.free_symbols - {traced.batch})
             dynamic_number = None if number == full_number else full_number
             update_info(node, number=number, dynamic_number=dynamic_number, is_data_dependent=is_data_dependent)
         elif sources or not run.known.value_dependent_nodes.isdisjoint((node, container_of(node))):
+            cut.add(node)
             update_info(node, is_data_dependent=True)
     of_values: list[SizeRead] = []
     conditions: list[SizeCondition] = []
@@ -353,7 +356,12 @@ def add_size_read(traced: Traced, read: SizeRead) -> None:
         source=read.where,
         module=read.module,
         recorded_at=replace(info(last).recorded_at, calls=read.calls),
-        read=ValueRead(read.result, read.function.__name__, is_size=True),
+        read=ValueRead(
+            read.result,
+            read.function.__name__,
+            is_size=True,
+            is_check=isinstance(read.result, bool) and is_line_of_check(read.where),
+        ),
         known_shapes=(),
     )
     set_info(node, known)

@@ -247,7 +247,7 @@ def _look_for(
     for mode, split in dict.fromkeys((("loud", parts), ("plain", parts), ("loud", even), ("equal", even))):
         run = _run(traced, leaves, split, mode, findings)
         findings.add(run)
-        hides = findings.blocks or run.has_python or not run.is_noisy or findings.hiding()
+        hides = findings.blocks or run.has_python or not run.is_noisy or run.selects_rows or findings.hiding()
         if not hides:
             break  # each function keeps samples independent: other values show no more
     return findings
@@ -298,6 +298,7 @@ class _SideBySide(_Findings):
         super().__init__(parameters=findings.parameters, may_fail=findings.may_fail)
         self.traced, self.parts, self.mode, self.is_noisy = traced, parts, mode, is_noisy
         self.features = set[fx.Node]()  # floats computed from parameters or from float inputs
+        self.selects_rows = False  # does a size depend on values?
         self.written = frozenset[int]().union(*(info(n).written_storages for n in traced.graph.nodes))
         self.last_maps = {n for n in traced.nodes if _is_last_map(n, self.written)}
         self.values: NodeValues = {}
@@ -474,6 +475,7 @@ class _SideBySide(_Findings):
         if node.op in CALL_OPS and info(node).number is None and info(node).read is None:
             self._look_for_block(node, sources)
             self._look_at_counts(node, sources)
+            self._look_at_selection(node)
         if node.op != "get_attr":
             self._spread(node)
 
@@ -571,6 +573,14 @@ class _SideBySide(_Findings):
             with contextlib.suppress(Exception):
                 if not self._leaves_alone(node):
                     self.blocks.add(node)
+
+    def _look_at_selection(self, node: fx.Node) -> None:
+        """Records selected rows that are cut by their number, which a few samples do not show: `x[mask][:8]`."""
+        sizes = [size for shape in info(node).shapes for size in shape.shape]
+        of_values = [size for size in sizes if size.free_symbols - {self.traced.batch}]
+        self.selects_rows |= bool(of_values)  # rows in some order, as of `unique`, may join by chance
+        if not all(size.is_polynomial() for size in of_values):
+            self.blocks.add(node)
 
     def _changes_with(self, node: fx.Node, source: fx.Node) -> bool:
         """Returns whether a node's value changes when a source changes as much as samples differ."""

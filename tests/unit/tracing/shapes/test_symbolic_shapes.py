@@ -184,9 +184,10 @@ def test_one_word_for_all_outputs_is_for_those_without_the_batch(how):
     assert result.out_dims == (how, 0, None, how)
 
 
-def test_an_output_of_a_size_that_depends_on_values_needs_out_dims():
-    with pytest.raises(ArgumentError, match=r"float32\[u0\].*a size that depends on values.*out_dims"):
-        traced(lambda lin, x: lin(x)[x > 0])
+def test_rows_that_a_mask_selects_are_rows_of_samples():
+    assert traced(lambda lin, x: lin(x)[x > 0]).out_dims == (0,)
+    descending = torch.arange(4.0).flip(0)[:, None].expand(4, 6)
+    assert traced(lambda lin, x: (lin(x), torch.unique(x)), descending).out_dims == (0, "combined")
 
 
 @pytest.mark.parametrize(
