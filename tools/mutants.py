@@ -470,10 +470,22 @@ RUNTIME = (
         "behaviour/test_lazy_state.py::test_a_cached_property_of_what_forward_sets_is_not_left_from_planning",
     ),
     Mutant(
-        "tracing/verify/compared_sizes.py",
-        "return bool(same) and not _samples_meet(whole, leaves, sizes)",
-        "return bool(same)",
+        "tracing/strategies.py",
+        "        is_right = is_right and not samples_meet(whole, leaves, error.sizes)\n",
+        "",
         "behaviour/test_rows_per_sample.py::test_what_a_loop_makes_of_all_samples_decides_in_no_micro_batch",
+    ),
+    Mutant(
+        "tracing/verify/owners.py",
+        "(-1e4, 1e2), (1e4, 1e2))",
+        "(-1.0, 0.1))",
+        "behaviour/test_rows_per_sample.py::test_samples_that_may_meet_after_a_loop_are_refused",
+    ),
+    Mutant(
+        "pipe/programs.py",
+        "(of_lists and len({*samples}) > 1)",
+        "False",
+        "behaviour/test_rows_per_sample.py::test_rows_of_the_only_entry_of_a_list_are_samples_if_in_dims_says_so",
     ),
     Mutant(
         "tracing/verify/sample_rows.py",

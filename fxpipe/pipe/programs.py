@@ -12,6 +12,7 @@ nodes stay with their parameters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -347,7 +348,10 @@ class Programs:
                     for leaf, value in zip(other.traced.leaves, more.leaves, strict=True)
                 }
                 refuse_unwritable_inputs(graph.traced, one.leaves, in_one=True, others=others)
-                samples.append(one.samples_of(graph.traced) if counts_samples else 1)
+                samples.append(one.samples_of(graph.traced))
+        if self.settings.in_dims is None:
+            _refuse_unknown_weights([graph.traced for graph in graphs], samples)
+        samples = samples if counts_samples else [1] * len(samples)
         bounds, targets = tuple(graph.bound for graph in graphs), tuple(one.call.target for one in inputs)
         return GivenInputs(bounds, [one.leaves for one in inputs], tuple(samples), targets, is_handed_over=True)
 
@@ -492,6 +496,20 @@ class Programs:
                 f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
                 "(fxpipe.distributed.load(pipe, path) reads a checkpoint; or load_state_dict(..., assign=True))"
             )
+
+
+def _refuse_unknown_weights(graphs: Sequence[Traced], samples: Sequence[int]) -> None:
+    """Raises `ArgumentError` if micro-batches may have other numbers of samples than their graphs suggest."""
+    held = [[leaf for leaf, dim in zip(one.leaves, one.in_dims, strict=True) if dim is not None] for one in graphs]
+    # The rows of tensors in a list may be those of one sample.
+    of_lists = any(all(re.search(r"\[\d+\]", leaf.path) for leaf in leaves) for leaves in held if leaves)
+    if (not all(held) and any(held)) or (of_lists and len({*samples}) > 1):
+        names = dict.fromkeys(leaf.head for leaves in held for leaf in leaves)
+        raise ArgumentError(
+            f"micro-batches are weighted by samples, and whether {' and '.join(names)} has a row for each sample "
+            f"cannot be told (the numbers would be {', '.join(map(str, samples))}); name the dimension of samples in "
+            "in_dims of fxpipe.pipeline, or None for an input without; with None for all, the weights are equal"
+        )
 
 
 def _replicas_of(prepared: PreparedGraph, settings: Settings) -> tuple[tuple[StageReplica, ...], ...]:

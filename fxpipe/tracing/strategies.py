@@ -12,7 +12,7 @@ the model itself, end the search immediately.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,11 +33,13 @@ from fxpipe.tracing.shapes.output_dims import graph_of_stages, of_any_sizes, rea
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.traced import (
     GraphBreak,
+    InputLeaf,
     RecordingOptions,
     Traced,
     TraceRequest,
     candidate_dims,
     cut_elements,
+    lists_of,
     opaque_name,
     other_in_dims,
 )
@@ -56,6 +58,7 @@ from fxpipe.tracing.verify.equivalence import (
     effects_unverified,
     take_samples,
 )
+from fxpipe.tracing.verify.owners import samples_meet
 from fxpipe.tracing.verify.sample_rows import join_sample_rows
 from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
 from fxpipe.utils.progress import phase
@@ -94,8 +97,23 @@ def find_graph(request: TraceRequest) -> Traced:
             failure = other if isinstance(other, OtherMicroBatchesError) else failure
     if first is None:
         assert failure is not None
-        raise failure from failure.__cause__
+        raise _with_remedy_for_lists(failure, leaves, request) from failure.__cause__
     return first
+
+
+def _with_remedy_for_lists(failure: Exception, leaves: Sequence[InputLeaf], request: TraceRequest) -> Exception:
+    """Returns a failure to cut inputs as an error that says what to do with lists among them, if there are any."""
+    values = pytree.tree_leaves((request.args, request.kwargs), is_leaf=lambda value: type(value) is list)
+    has_list = any(type(value) is list and len(value) > 1 for value in values)
+    if request.in_dims is not None or not has_list or not isinstance(failure, ArgumentError):
+        return failure
+    heads = lists_of(leaves)
+    return ArgumentError(
+        f"a list in {' or '.join(heads)} is not cut, as a graph has as many inputs as a list has entries. If each "
+        "entry belongs to one sample, pass micro-batches with shorter lists, forward_backward(micro_batches=[(args, "
+        f"kwargs, target), ...]), args as in ({', '.join(heads)},); or use chunks=1. If its tensors have a dimension "
+        f"of samples, name it (in_dims={{{heads[0]!r}: 0}}); None: without samples. Without this: {failure}"
+    )
 
 
 def _graph_of_parts(request: TraceRequest) -> Traced:
@@ -287,6 +305,7 @@ def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) 
         is_read = parts.guards_hold(leaves, parts.seed, error.sizes)
         error = error if is_read else OtherMicroBatchesError(whole, error.sizes, values_differ_message(parts))
         is_right = is_read and may_replace(whole, parts, leaves, error.sizes)
+        is_right = is_right and not samples_meet(whole, leaves, error.sizes)
     except Exception as failure:
         is_right, error.__cause__ = False, failure
     if not is_right:

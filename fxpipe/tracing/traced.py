@@ -585,6 +585,15 @@ def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None
     ]
 
 
+def _entries_of(leaves: Sequence[InputLeaf]) -> dict[str, set[str]]:
+    return {leaf.head: {x.path.split("]")[0] for x in leaves if x.head == leaf.head} for leaf in leaves}
+
+
+def lists_of(leaves: Sequence[InputLeaf]) -> list[str]:
+    """Returns the inputs that are containers with several entries."""
+    return [head for head, paths in _entries_of(leaves).items() if len(paths) > 1]
+
+
 def other_in_dims(leaves: Sequence[InputLeaf]) -> list[dict[str, int | None]]:
     """Returns `in_dims` to try if inputs of different sizes cannot all hold the batch, the most likely first.
 
@@ -593,8 +602,7 @@ def other_in_dims(leaves: Sequence[InputLeaf]) -> list[dict[str, int | None]]:
     them, and each micro-batch takes all of the others (a table).
     """
     ways: list[dict[str, int | None]] = []
-    entries = {leaf.head: {x.path.split("]")[0] for x in leaves if x.head == leaf.head} for leaf in leaves}
-    lists = {head for head, paths in entries.items() if len(paths) > 1}
+    entries, lists = _entries_of(leaves), lists_of(leaves)
     if any(x.shape[:1] == (len(entries[head]),) for head in lists for x in leaves if x.head not in lists):
         ways.append({head: None if head in lists else 0 for head in entries})
     sizes = {leaf.head: [x.shape[:1] for x in leaves if x.is_tensor and x.head == leaf.head] for leaf in leaves}

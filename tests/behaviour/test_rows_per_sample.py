@@ -1,5 +1,6 @@
 """Inputs with several rows for each sample: tiles of images, boxes. Whether they are cut is tried, or in `in_dims`."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -301,3 +302,93 @@ def test_what_a_loop_makes_of_all_samples_decides_in_no_micro_batch() -> None:
     torch.manual_seed(0)
     with pytest.raises(TraceError, match="do not make what the model makes of the mini-batch"):
         fxpipe.pipeline(Together(), workers(2), 2, example_args=(torch.randn(4, D),))
+
+
+class Looping(Layered, first=D, last=D):
+    """Forward goes over its samples in Python."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def rows(self, x: torch.Tensor) -> Any:
+        if self.name == "by index":
+            return [self.first(x[i]).tanh() for i in range(x.shape[0])]
+        return [self.first(row[0]).tanh() for row in x.split(1)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros_like(x)
+        for i, row in enumerate(self.rows(x)):
+            h[i] = row
+        if self.name == "a gate of one sample":
+            h = torch.where(h[0] > 2, -h, h)
+        elif self.name == "ranks":
+            h = h * (h.sum(1).argsort().argsort() >= 1)[:, None]
+        return self.last(h)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("by index", 1), ("by index", 2), ("pieces", 2)])
+def test_a_loop_over_samples_has_a_graph_for_each_size_of_micro_batches(name: str, chunks: int) -> None:
+    with fxpipe.pipeline(Looping(name), workers(2), chunks, example_args=(torch.randn(4, D),)) as pipe:
+        refused = pytest.raises(TraceError, match=r"micro-batches of 2.*a number of samples that chunks divides")
+        with refused if chunks > 1 else contextlib.nullcontext():
+            pipe(torch.randn(5, D))
+        for samples in (6, 4):
+            assert fxpipe.verify(pipe, torch.randn(samples, D))
+
+
+@pytest.mark.parametrize("name", ["a gate of one sample", "ranks"])
+def test_samples_that_may_meet_after_a_loop_are_refused(name: str) -> None:
+    """Each batch is tried: in some, micro-batches make the same as the mini-batch."""
+    torch.manual_seed(0)
+    for _ in range(3):
+        with pytest.raises(TraceError, match="do not make what the model makes of the mini-batch"):
+            fxpipe.pipeline(Looping(name), workers(2), 2, example_args=(torch.randn(4, D) / 10,))
+
+
+# -- Lists with an entry for each sample -------------------------------------------------------------------------------
+
+
+class Detector(Layered, first=D, boxes=lambda: nn.Linear(D, 4)):
+    def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        found = self.boxes(torch.stack([self.first(image).tanh().mean(0) for image in images]))
+        return torch.stack(
+            [F.l1_loss(b.expand_as(t["boxes"]), t["boxes"]) for b, t in zip(found, targets, strict=True)]
+        ).mean()
+
+
+def detections(*sizes: int) -> tuple[Any, Any]:
+    return [torch.randn(size, D) for size in sizes], [{"boxes": torch.randn(1 + size % 3, 4)} for size in sizes]
+
+
+def test_lists_are_micro_batches_of_their_own() -> None:
+    model = Detector()
+    plain = copy.deepcopy(model)
+    refused = pytest.raises(ArgumentError, match=r"a list in images or targets.*micro_batches.*\(images, targets,\)")
+    with fxpipe.pipeline(model, workers(2), 2) as pipe, refused:
+        pipe.forward_backward(*detections(5, 3, 4, 2))
+    parts = [detections(5, 3), detections(4)]
+    with fxpipe.pipeline(model, workers(2), 2) as pipe:
+        have = pipe.forward_backward(micro_batches=[(part, {}, None) for part in parts])
+    want = sum(plain(*part) / 2 for part in parts)
+    want.backward()
+    torch.testing.assert_close(on_cpu(have), want.detach())
+    assert_same_gradients(model, plain, loose=[name for name, _ in plain.named_parameters()])
+
+
+@pytest.mark.parametrize(("in_dims", "weights"), [({"xs": None}, (0.5, 0.5)), (0, (7 / 12, 5 / 12))])
+def test_rows_of_the_only_entry_of_a_list_are_samples_if_in_dims_says_so(in_dims: Any, weights: Any) -> None:
+    class Means(Layered, first=D):
+        def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+            return torch.stack([self.first(x).tanh().mean(0) for x in xs])
+
+    calls, model = [(([torch.randn(rows, D)],), {}, None) for rows in (7, 5)], Means()
+    want = sum(model(*args).square().mean() * weight for (args, _, _), weight in zip(calls, weights, strict=True))
+    with (
+        fxpipe.pipeline(model, workers(2)) as pipe,
+        pytest.raises(ArgumentError, match=r"whether xs has a row.*in_dims"),
+    ):
+        pipe.forward_backward(micro_batches=calls, loss_fn=lambda y: y.square().mean())
+    with fxpipe.pipeline(model, workers(2), in_dims=in_dims) as pipe:
+        have = pipe.forward_backward(micro_batches=calls, loss_fn=lambda y: y.square().mean())
+    torch.testing.assert_close(on_cpu(have), want.detach())

@@ -201,7 +201,7 @@ def _other_functions_error(
         f"the model runs other functions with {sizes[1]} samples than with the example's {sizes[0]}{where}: it goes "
         "over the samples in plain Python (range(len(x)), for row in x), or branches on their number; use a tensor "
         "function over the batch, or keep the Python whole (leaf_modules=[name or class], or @fxpipe.leaf on a "
-        "function)",
+        "function), or use chunks=1 or micro-batches of your own (forward_backward(micro_batches=...))",
         frozenset({path}) if path else frozenset(),
     )
 

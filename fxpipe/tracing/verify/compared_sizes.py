@@ -16,7 +16,6 @@ with dynamic sizes are compared with their model at other sizes: the recording's
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,14 +34,14 @@ from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_state
-from fxpipe.tracing.node_info import dependencies_of, info, named_arguments, parameter_names, state_of
+from fxpipe.tracing.node_info import info, named_arguments, parameter_names, state_of
 from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.observed_shapes import observe_graph, observed_tensors, resized
-from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, call_node
+from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify import equivalence
 from fxpipe.tracing.verify.effects import Effects, running_statistics
-from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
+from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.pytree import flatten
 
@@ -101,30 +100,7 @@ def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Sequ
     """Returns whether `parts`, the graph of micro-batches of these sizes, may run instead of the mini-batch's."""
     excuse_sizes(parts, leaves, {*sizes})
     same = all(map(parts.holds_at, sizes)) and _give_same_outputs(whole, parts, leaves, sizes)
-    return bool(same) and not _samples_meet(whole, leaves, sizes)
-
-
-def _samples_meet(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Returns whether outputs with rows use a float without rows, such as a minimum, of several micro-batches."""
-    # The graph runs on these inputs, then with the first micro-batch scaled, then with the last one.
-    results = zip(traced.handed_out, traced.handed_out_dims, strict=True)
-    used = {n for result, how in results if isinstance(how, int) for n in dependencies_of(result) if n.op in CALL_OPS}
-    watched = [n for n in used if not any(size.free_symbols for one in info(n).shapes for size in one.shape)]
-
-    def values_with(start: int, stop: int) -> list[torch.Tensor]:
-        changed = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
-        for x, dim in zip(changed, traced.in_dims, strict=True):
-            if dim is not None and x.is_floating_point():
-                rows = rows_per_sample(dim)
-                x.narrow(dim, start * rows, (stop - start) * rows).mul_(-30)  # far outside of what the others have
-        with preserve_state(traced.model):
-            values = run_deterministically(traced, changed, True, watched)
-        return [x for x in flatten(values)[0] if isinstance(x, torch.Tensor) and x.is_floating_point()]
-
-    batch = traced.batch_of(leaves)
-    runs = [values_with(*part) for part in ((0, 0), (0, sizes[0]), (batch - sizes[-1], batch))]
-    same = functools.partial(torch.isclose, equal_nan=True)
-    return any(bool((~same(x, first) & ~same(x, last)).any()) for x, first, last in zip(*runs, strict=True))
+    return bool(same)
 
 
 def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool | None:
@@ -190,10 +166,12 @@ def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
     condition = condition.canonical if isinstance(condition, Relational) else condition  # `b >= 12`, not `12 <= b`
     others = [chunks for chunks in range(1, batch + 1) if all(map(traced.holds_at, micro_batch_sizes(batch, chunks)))]
     remedy = f"use chunks={' or '.join(map(str, others[-3:]))}, " if others else "use "
+    even = " (a number of samples that chunks divides)" if len(sizes) > 1 else ""
     return (
         f"forward goes by the batch size at {read.where}: {condition} (b samples) is so for the mini-batch of "
         f"{batch}, not for micro-batches of {size}, and these do not make what the model makes of the mini-batch; "
-        f"{remedy}batches for which it is the same, or take the size out of what forward computes"
+        f"{remedy}batches for which it is the same{even}, micro-batches of your own "
+        "(forward_backward(micro_batches=...)), or take the size out of what forward computes"
     )
 
 

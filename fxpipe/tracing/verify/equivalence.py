@@ -79,7 +79,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
         raise TraceError("forward does something else with all samples than with a part of them")
     parts = smaller if min(chunks, batch) > 1 else ()
     watched = {size: excuse_reads(traced, leaves, size) for size in parts}
-    refused = set[int]()
+    refused, differing = set[int](), set[int]()
     wanted: list[tuple[int, str, list[Any], RunResult | None]] = []
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
         if (size > batch + 1 and len(wanted) > 1) or not traced.holds_at(size):
@@ -107,11 +107,20 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     # After all runs of the model: it may replace tensors without the graph.
     seen: list[ObservedEffects] = []
     for size, note, sample, want in wanted:
-        have = watched.get(size) or watch_seeded(traced, sample)
+        try:
+            have = watched.get(size) or watch_seeded(traced, sample)
+            _refuse_other_results(traced, want, have, note, size < batch or not traced.mini_batch_conditions)
+        except TraceError:
+            if size == example or not traced.is_for_one_size:
+                raise
+            differing.add(size)  # forward loops over the samples by their number
+            continue
         seen.append(have.effects)
-        _refuse_other_results(traced, want, have, note, size < batch or not traced.mini_batch_conditions)
-    compared = {size for size, *_, want in wanted if want is not None or watched.get(size)}
+    compared = {size for size, *_, want in wanted if want is not None or watched.get(size)} - differing
     sizes = {batch, *compared, *refused, *((example, batch + 1) if example != batch else ())}
+    if differing:
+        is_batch = SizeCondition(sympy.Eq(traced.batch, batch), next(info(n).source for n in traced.nodes))
+        return replace(traced, effects=effects_of(traced, seen), batch_conditions=(*traced.batch_conditions, is_batch))
     # If Python used the batch size unnoticed, other sizes may differ even if the compared ones agree:
     # `h[: len(x) // 2 * 2]` is `h[:8]` with 8 and 9 samples.
     where = traced.not_followed or next((info(n).source for n in traced.nodes if _cuts_samples(n)), "")

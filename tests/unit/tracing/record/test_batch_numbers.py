@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "rows that depend on values": (
         lambda m, x: m.lin(x[x > 0].new_zeros(count(x[x > -9]) // 24, T, 6)), TraceError,
-        "size that depends on the values of tensors",
+        "size that depends on the values of tensors|forward goes by the batch size",
     ),
 }  # fmt: skip
 

@@ -1,0 +1,144 @@
+"""Finds samples of different micro-batches that meet in a graph: runs one node at a time with other arguments.
+
+Each element of a value has an *owner*: the micro-batch whose samples it depends on. A node runs on its arguments, then
+with other elements of each micro-batch in turn: what changes with two of them depends on both.
+
+    h [4, 3]   owners 0 0 1 1    relu(h)   0 0 1 1    h[0]   0    h.min()   0 and 1: they meet
+
+Integers and bools of the inputs (ids, lengths, masks) change only for functions that make floats of them alone: counts
+and offsets may be of all samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.node_info import dependencies_of, info, state_of
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
+from fxpipe.tracing.verify.compared_sizes import opened, run_deterministic_node
+from fxpipe.utils.batch_split import rows_per_sample
+from fxpipe.utils.pytree import flatten
+
+_NOBODY = -1
+_CHANGES = ((1.0, 0.3), (-1e4, 1e2), (1e4, 1e2))  # factors of a float and of the noise that is added to it
+
+
+def samples_meet(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Returns whether outputs with rows use a value of several micro-batches, such as a minimum, or may do so."""
+    results = zip(traced.handed_out, traced.handed_out_dims, strict=True)
+    used = set[fx.Node]().union(*(dependencies_of(result) for result, how in results if isinstance(how, int)))
+    for node in reversed(traced.graph.nodes):  # what writes to the memory of values that are used, too
+        written = info(node).written_storages
+        if written and any(not written.isdisjoint(info(other).storages) for other in used):
+            used.update(dependencies_of(node))
+    nodes = [node for node in traced.graph.nodes if node in used]
+    last = {source: node for node in nodes for source in (node, *node.all_input_nodes)}
+    with preserve_state(traced.model):
+        run = _OwnerRun(traced, leaves, sizes)
+        try:
+            for node in nodes:
+                if node.op in CALL_OPS and run.meets_at(node):
+                    return True
+                for source in [source for source in run.values if last.get(source) is node]:
+                    del run.values[source]
+        except Exception:  # a function may fail with other arguments
+            return True
+    return False
+
+
+class _OwnerRun:
+    """The values of nodes, and the owners of the elements of their tensors."""
+
+    def __init__(self, traced: Traced, leaves: Sequence[Any], sizes: Sequence[int]):
+        self.parts = range(len(sizes))
+        self.grad = any(info(node).opaque is not None for node in traced.nodes)
+        attributes = {n: attribute_tensor(traced, n) for n in traced.graph.nodes if n.op == "get_attr"}
+        self.values: dict[fx.Node, Any] = {
+            n: opened(x.detach()) if isinstance(x, nn.Parameter) else x.detach() for n, x in attributes.items()
+        }
+        self.owners: dict[fx.Node, list[torch.Tensor]] = {}
+        self.of_integers: set[fx.Node] = set()  # values made of integers and bools of the inputs alone
+        for place, node in traced.placeholders.items():
+            value, dim = leaves[place].detach(), traced.in_dims[place]
+            self.values[node] = value
+            if dim is not None:
+                rows = torch.tensor([size * rows_per_sample(dim) for size in sizes])
+                by_row = torch.arange(len(sizes)).repeat_interleave(rows).to(value.device)
+                self.owners[node] = [by_row.view([-1 if d == dim else 1 for d in range(value.dim())]).expand_as(value)]
+                if not value.is_floating_point():
+                    self.of_integers.add(node)
+
+    def meets_at(self, node: fx.Node) -> bool:
+        """Runs a node. Returns whether an element of its result depends on several micro-batches, or may do so."""
+        written, sources = info(node).written_storages, node.all_input_nodes
+        sharing = [n for n in self.values if written and not written.isdisjoint(info(n).storages)]
+        if not {*sharing} <= {*sources}:
+            return True
+        owned = [n for n in sources if n in self.owners and n not in self.of_integers]
+        are_integers = not owned
+        owned = owned or [n for n in sources if n in self.owners]
+        base, changes = self._run(node, sharing, {}), list[torch.Tensor]()
+        try:
+            by_part = [self._changed(node, sharing, owned, base, part) for part in self.parts] if owned else []
+            changes = [torch.stack(of_tensor).long() for of_tensor in zip(*by_part, strict=True)]
+        except Exception:
+            if not are_integers:
+                raise
+        if not are_integers and any(bool((one.sum(0) > 1).any()) for one in changes):
+            return True
+        owners = iter([torch.where(one.sum(0) == 1, one.argmax(0), _NOBODY) for one in changes])
+        for n, value in zip((node, *sharing), base, strict=True):
+            own = [owner for _, owner in zip(_tensors(value), owners, strict=False)]
+            self.values[n] = value
+            self.owners.pop(n, None)
+            if any(bool((owner != _NOBODY).any()) for owner in own):
+                self.owners[n] = own
+                if are_integers and not any(x.is_floating_point() for x in _tensors(value)):
+                    self.of_integers.add(n)
+        return False
+
+    def _run(self, node: fx.Node, sharing: Sequence[fx.Node], changed: Mapping[fx.Node, Any]) -> list[Any]:
+        """Returns the result of a node, and the values of arguments that share the memory to which it writes."""
+        values = {n: changed.get(n, self.values[n]) for n in node.all_input_nodes}
+        values |= {n: pytree.tree_map_only(torch.Tensor, torch.clone, values[n]) for n in sharing}
+        with set_thread_state(state_of(node)), torch.set_grad_enabled(self.grad and state_of(node).grad):
+            return [run_deterministic_node(node, values.__getitem__), *(values[n] for n in sharing)]
+
+    def _changed(
+        self, node: fx.Node, sharing: Sequence[fx.Node], owned: Sequence[fx.Node], base: Any, part: int
+    ) -> list[torch.Tensor]:
+        """Returns which elements of the result change with the elements of a micro-batch."""
+        differs = [torch.zeros_like(x, dtype=torch.bool) for x in _tensors(base)]
+        for seed in range(len(_CHANGES)):
+            changed = {}
+            for n in owned:
+                leaves, spec = flatten(self.values[n])
+                masks = (owner == part for owner in self.owners[n])
+                leaves = [_other(x, next(masks), seed) if isinstance(x, torch.Tensor) else x for x in leaves]
+                changed[n] = pytree.tree_unflatten(leaves, spec)
+            pairs = zip(_tensors(base), _tensors(self._run(node, sharing, changed)), strict=True)
+            differs = [d | ~torch.isclose(x, y, 1e-4, equal_nan=True) for d, (x, y) in zip(differs, pairs, strict=True)]
+        return differs
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _other(value: torch.Tensor, mask: torch.Tensor, seed: int) -> torch.Tensor:
+    """Returns a tensor that has other values where `mask` is true."""
+    if value.dtype == torch.bool:
+        return value ^ mask
+    if not value.is_floating_point():
+        return torch.where(mask, value.flatten().roll(seed + 1).view(value.shape), value)
+    factor, of_noise = _CHANGES[seed]
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value)
+    largest = value.nan_to_num(0, 0, 0).abs().max() if value.numel() else 1
+    return torch.where(mask, value * factor + noise * of_noise * (largest + 0.1), value)
