@@ -1722,6 +1722,30 @@ TRACING = (
         "unit/tracing/verify/test_training_equivalence.py::test_large_gradients_are_compared_by_their_sums",
     ),
     Mutant(
+        "tracing/verify/equivalence.py",
+        "if not are_equal(want[0].backward, have[0].backward):",
+        "if False:",
+        "unit/tracing/verify/test_training_equivalence.py::test_a_recording_with_a_wrong_backward_is_refused",
+    ),
+    Mutant(
+        "tracing/verify/autograd_graph.py",
+        "return is_same or torch.equal(one, other)",
+        "return True",
+        "unit/tracing/verify/test_autograd_graph.py",
+    ),
+    Mutant(
+        "tracing/verify/autograd_graph.py",
+        "value.detach().clone() if storage_of(value) in written else value.detach()",
+        "value.detach()",
+        "unit/tracing/verify/test_autograd_graph.py",
+    ),
+    Mutant(
+        "_torch/autograd.py",
+        "or not _SHOWN_CLASS.fullmatch(kind.__name__)",
+        "",
+        "unit/tracing/verify/test_autograd_graph.py",
+    ),
+    Mutant(
         "utils/batch_split.py",
         "return frozenset((batch // parts, -(-batch // parts)))",
         "return frozenset((-(-batch // parts),))",

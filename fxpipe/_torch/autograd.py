@@ -8,6 +8,7 @@ functions are slower), and the id of the backward run that calls a hook.
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ _AccumulateGrad: Any = optional_name("torch", "_C._functions.AccumulateGrad")
 _PythonNode: Any = optional_name("torch", "_C._FunctionBase")
 _current_graph_task_id: Any = optional_name("torch", "_C._current_graph_task_id")
 _DelayedError: Any = optional_name("torch", "_C._functions.DelayedError")
+# Functions that torch generates show all of their state as attributes, except strides of the input.
+_SHOWN_CLASS = re.compile(r"(?!AsStrided)\w+Backward\d+")
 
 
 def gradients_of(
@@ -206,6 +209,28 @@ def _require_saved_reduction() -> None:
 
 def saved_names(node: Any) -> list[str]:
     return [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
+
+
+class HiddenStateError(Exception):
+    """A function of autograd's graph does not show all that its backward depends on."""
+
+
+def backward_state(node: Any) -> list[Any]:
+    """Returns all that the backward of a function of torch depends on. Raises `HiddenStateError` for other functions.
+
+    Raises `RuntimeError` if a saved tensor has been overwritten.
+    """
+    _require_saved_reduction()
+    kind, metadata = type(node), getattr(node, "_input_metadata", None)
+    if metadata is None or not _SHOWN_CLASS.fullmatch(kind.__name__):
+        raise HiddenStateError(kind.__name__)
+    outputs = [(one.shape, one.dtype, one.device) for one in metadata]
+    return [kind, outputs, *(getattr(node, name) for name in _saved_names_of(kind))]  # type: ignore[arg-type]
+
+
+@functools.cache
+def _saved_names_of(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
 
 
 def forward_class_of(node: Any) -> type[torch.autograd.Function]:

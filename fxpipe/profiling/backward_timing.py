@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,8 +105,10 @@ class Clock:
         if device.type != "cpu":
             clock = _event_clock(device)
         elif torch.get_num_threads() == 1 and _SCHEDULED.exists():
-            scheduled = lambda: int(_SCHEDULED.read_bytes().split()[1]) / 1e9  # noqa: E731  # waiting for a core
+            file = os.open(_SCHEDULED, os.O_RDONLY)
+            scheduled = lambda: int(os.pread(file, 64, 0).split()[1]) / 1e9  # noqa: E731  # waiting for a core
             waited = lambda: time.perf_counter() - time.thread_time() - scheduled()  # noqa: E731
+            weakref.finalize(waited, os.close, file)
             clock = cls(time.thread_time, device=device, waited=waited)
         else:
             clock = cls(time.perf_counter, device=device)

@@ -345,8 +345,8 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     traced = replace(traced, guards=extract_guards(traced))
     if request.is_compared:
         phase("comparing the graph with the model")
-        traced = check_against_model(traced, leaves, request.chunks)
-        check_training_equivalence(traced, leaves, request.chunks)
+        compared = check_training_equivalence(traced, leaves, request.chunks)
+        traced = check_against_model(traced, leaves, request.chunks, compared)
     else:
         traced = replace(traced, effects=effects_unverified(traced, leaves))
     is_told = is_faked() or traced.is_whole

@@ -326,19 +326,24 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
         return None
     if traced.constants.keys() - container_tensors(model).keys():  # tables outside modules, perhaps one for each size
         return None
-    plain = record_on(*sample)
+    record_again = traced.again
+    assert record_again is not None
+    plain = _record_again(traced, record_again, {})
     if not is_same_recording(traced, plain):  # a model that remembers its inputs
         return None
-    assert traced.again is not None
-    again = functools.partial(_record_again, plain, traced.again)
+
+    def again(disguised: Disguise) -> Traced:
+        return _record_again(plain, record_again, disguised) if disguised else plain
+
     return dataclasses.replace(traced, leaves=leaves, recorded_samples=samples, again=again)
 
 
 def _record_again(plain: Traced, again: RecordFunction, disguised: Disguise) -> Traced:
     """Records a slow model again, without its products if nothing depends on them."""
     with contextlib.suppress(Exception):
-        if not disguised or is_same_recording(plain, again(disguised, without_products=True)):
-            return plain
+        recording = again(disguised, without_products=True)
+        if is_same_recording(plain, recording):
+            return recording
     return again(disguised)
 
 

@@ -49,6 +49,7 @@ from fxpipe.tracing.record.patches import replaced
 from fxpipe.tracing.record.record_model import changed_container_error, changed_input_item
 from fxpipe.tracing.tensors import detached, slice_samples, storage_of
 from fxpipe.tracing.traced import Traced, as_given, runs_python
+from fxpipe.tracing.verify.autograd_graph import AutogradGraph, are_equal, autograd_graph
 from fxpipe.tracing.verify.effects import Effects, GraphRun, ObservedEffects, RunResult, effects_of, observe_run
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.python_objects import NotKept
@@ -63,13 +64,16 @@ def take_samples(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -
     return slice_samples(leaves, traced.in_dims, start, stop)
 
 
-def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> Traced:
+def check_against_model(
+    traced: Traced, leaves: Sequence[Any], chunks: int = 1, compared: Mapping[int, GraphRun] | None = None
+) -> Traced:
     """Compares graph and model on the inputs and at other sizes; returns the graph with observed `effects`.
 
     These are the micro-batch sizes (one sample fewer if a micro-batch is as large as the batch), and one sample more: a
     loop over four samples with slices works with three. Skips sizes that the model rejects. A graph recorded on some
     samples is compared at the micro-batch sizes and only observed at the size of a larger part. Raises `TraceError`,
-    with the name, the size and the remedy, if an output or a buffer differs.
+    with the name, the size and the remedy, if an output or a buffer differs. `compared`: by size, runs of the graph
+    that are equal to the model's.
     """
     batch = traced.batch_of(leaves)
     smaller = micro_batch_sizes(batch, chunks) - {batch} or {batch - 1} - {0}
@@ -78,7 +82,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     if traced.recorded_samples is not None and not traced.holds_at(batch):
         raise TraceError("forward does something else with all samples than with a part of them")
     parts = smaller if min(chunks, batch) > 1 else ()
-    watched = {size: excuse_reads(traced, leaves, size) for size in parts}
+    watched = {size: excuse_reads(traced, leaves, size) for size in parts} | dict(compared or {})
     refused, differing = set[int](), set[int]()
     wanted: list[tuple[int, str, list[Any], RunResult | None]] = []
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
@@ -92,7 +96,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
             )
         if sample is None:
             continue
-        note, want = "" if size == batch else f" with {size} samples instead of the example's {batch}", None
+        note, want = _size_note(size, batch), None
         if not watched.get(size) and all(read.holds(size) for read in traced.mini_batch_conditions):
             try:
                 want = run_model(traced, sample, note)
@@ -116,8 +120,8 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
             differing.add(size)  # forward loops over the samples by their number
             continue
         seen.append(have.effects)
-    compared = {size for size, *_, want in wanted if want is not None or watched.get(size)} - differing
-    sizes = {batch, *compared, *refused, *((example, batch + 1) if example != batch else ())}
+    equal = {size for size, *_, want in wanted if want is not None or watched.get(size)} - differing
+    sizes = {batch, *equal, *refused, *((example, batch + 1) if example != batch else ())}
     if differing:
         is_batch = SizeCondition(sympy.Eq(traced.batch, batch), next(info(n).source for n in traced.nodes))
         return replace(traced, effects=effects_of(traced, seen), batch_conditions=(*traced.batch_conditions, is_batch))
@@ -129,6 +133,10 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
         is_compared = sympy.Or(*(sympy.Eq(traced.batch, size) for size in sorted(sizes)))
         conditions = (*conditions, SizeCondition(is_compared, where))
     return replace(traced, effects=effects_of(traced, seen), batch_conditions=conditions)
+
+
+def _size_note(size: int, batch: int) -> str:
+    return "" if size == batch else f" with {size} samples instead of the example's {batch}"
 
 
 def _cuts_samples(node: fx.Node) -> bool:
@@ -217,7 +225,7 @@ def watch_seeded(traced: Traced, sample: Sequence[Any]) -> GraphRun:
 
 
 def run_model(traced: Traced, sample: Sequence[Any], size_note: str = "") -> RunResult:
-    if not any(map(runs_python, traced.nodes)):  # Python may run backward inside
+    if not _has_python(traced):  # which may run backward inside
         block = NoSavedTensors()
         try:
             with block:
@@ -230,17 +238,30 @@ def run_model(traced: Traced, sample: Sequence[Any], size_note: str = "") -> Run
     return _run_now(traced, sample, size_note)
 
 
+def _has_python(traced: Traced) -> bool:
+    return any(map(runs_python, traced.nodes))
+
+
 def _run_now(traced: Traced, sample: Sequence[Any], size_note: str) -> RunResult:
-    names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
     with restoring(traced):
-        leaves, copies = call_model(traced, list(map(copy_as_leaf, sample)), size_note)
-        slots = slots_of(traced.model)
-        own = {storage_of(t) for t in (*slots.values(), *container_tensors(traced.model).values())}
-        outputs = [detached(x, own) for x in leaves]
-        slots = {s: t for s, t in slots.items() if not is_fixed(t) and s.name in names}
-        buffers = {s.name: t.detach().clone() for s, t in slots.items()}
-        inputs = {p: detached(copies[p], own) for p in traced.placeholders if p < len(copies)}
-    return RunResult(outputs, buffers, inputs)
+        return _result_of(traced, *call_model(traced, list(map(copy_as_leaf, sample)), size_note))
+
+
+def _result_of(traced: Traced, leaves: Sequence[Any], copies: Sequence[Any]) -> RunResult:
+    """`leaves`: of the model's output. `copies`: the inputs after the call."""
+    names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
+    slots, own = slots_of(traced.model), _own_storages(traced)
+    slots = {s: t for s, t in slots.items() if not is_fixed(t) and s.name in names}
+    return RunResult(
+        [detached(x, own) for x in leaves],
+        {s.name: t.detach().clone() for s, t in slots.items()},
+        {p: detached(copies[p], own) for p in traced.placeholders if p < len(copies)},
+    )
+
+
+def _own_storages(traced: Traced) -> set[int]:
+    tensors = (*slots_of(traced.model).values(), *container_tensors(traced.model).values())
+    return {storage_of(t) for t in tensors}
 
 
 def call_model(traced: Traced, inputs: Sequence[Any], size_note: str = "") -> tuple[list[Any], list[Any]]:
@@ -333,7 +354,6 @@ def is_roughly_close(want: Any, have: Any) -> bool:
 
 FEWEST_SAMPLES = 2  # samples; the shapes of a single sample are special
 SMALL_GRADIENT = 1 << 16  # elements up to which a gradient is kept unreduced
-PERIOD = 65537  # elements after which a direction repeats; a prime, so that the rows of a matrix differ
 GRADIENT_FACTOR = 4 / 3  # scales gradients to measure their rounding; a power of two would change no bit
 
 
@@ -380,13 +400,18 @@ class _CallResult:
     outputs: list[Any]
     state: dict[str, torch.Tensor]  # by name: tensors of the model except parameters
     gradients: _GradientSummaries | None = None  # None: not computed, or the model's own backward raises
+    backward: AutogradGraph | None = None  # gradients need not be computed if it is the same
 
 
-def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> None:
-    """Raises `TraceError` if gradients or state differ on the fewest samples for which graph and model run."""
+def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> dict[int, GraphRun]:
+    """Raises `TraceError` if gradients or state differ on the fewest samples for which graph and model run.
+
+    Returns the run of the graph by its number of samples; nothing if there is none.
+    """
     batch = traced.batch_of(leaves)
     whole = {batch} if traced.recorded_samples is None else set()
-    sizes = {min(FEWEST_SAMPLES, batch), *micro_batch_sizes(batch, chunks), *whole}
+    others = {min(FEWEST_SAMPLES, batch), *micro_batch_sizes(batch, chunks)}
+    sizes = whole if whole and traced.is_for_one_size else others | whole
     for size in sorted(sizes, key=lambda size: (size < FEWEST_SAMPLES, size)):
         if not traced.holds_at(size) or not all(r.holds(size) for r in traced.mini_batch_conditions):
             continue
@@ -394,14 +419,19 @@ def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: in
         if sample is None:
             continue
         start = size if size < batch else min(1, batch - 1)
-        others = take_samples(traced, leaves, start, start + size), sample
+        followers = take_samples(traced, leaves, start, start + size), sample
         try:
-            want, again = _calls_of_model(traced, sample, others)
+            result, want, again = _calls_of_model(traced, sample, followers, by_graph=not _has_python(traced))
         except TraceError:
             raise
         except Exception:
             continue  # the model raises again for such a batch
-        have = _calls_of_graph(traced, sample, again, want[0].gradients is not None)
+        run, have = _calls_of_graph(traced, sample, again, want[0])
+        if not are_equal(want[0].backward, have[0].backward):  # other functions may have the same gradients
+            result, want, again = _calls_of_model(traced, sample, followers, by_graph=False)
+            run, have = _calls_of_graph(traced, sample, again, want[0])
+        is_cut = size < batch or not traced.mini_batch_conditions
+        _refuse_other_results(traced, result, run, _size_note(size, batch), is_cut)
         _refuse_other_gradients(traced, want[0], have[0], sample)
         for when, of_model, of_graph in zip(("", " in the second of two calls in a row"), want, have, strict=False):
             for place, (w, h) in enumerate(zip(of_model.outputs, of_graph.outputs, strict=True)):
@@ -416,7 +446,8 @@ def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: in
                         f"forward changes {name!r}, and the traced graph does not do the same{when}; keep what "
                         "forward changes in a buffer (register_buffer)"
                     )
-        return
+        return {size: run}
+    return {}
 
 
 def _refuse_other_gradients(traced: Traced, want: _CallResult, have: _CallResult, sample: Sequence[Any]) -> None:
@@ -462,16 +493,26 @@ def _gradients_of_model(
 
 
 def _calls_of_model(
-    traced: Traced, sample: Sequence[Any], others: Sequence[Sequence[Any]]
-) -> tuple[list[_CallResult], Sequence[Any] | None]:
-    """Calls the model, and again on other samples if the first call changes it. Also returns these samples."""
+    traced: Traced, sample: Sequence[Any], others: Sequence[Sequence[Any]], by_graph: bool
+) -> tuple[RunResult, list[_CallResult], Sequence[Any] | None]:
+    """Calls the model, and again on other samples if the first call changes it.
+
+    Returns what the first call leaves, what is compared of both calls, and the samples of the second. `by_graph`:
+    compare autograd's graphs, if they show everything, instead of gradients.
+    """
     held = container_tensors(traced.model)
     before = _model_state(traced, held)
     inputs, again = list(map(copy_as_leaf, sample)), None
     with restoring(traced) as snapshot:
-        outputs, _ = call_model(traced, inputs)
-        gradients = _gradients_of_model(traced, outputs, inputs, sample) if traced.state.grad else None
-        calls = [_CallResult([], _model_state(traced, held), gradients)]
+        outputs, copies = call_model(traced, inputs)
+        result, backward, gradients = _result_of(traced, outputs, copies), None, None
+        if traced.state.grad and by_graph:
+            state = (t for t in slots_of(traced.model).values() if not isinstance(t, torch.nn.Parameter))
+            written = {storage_of(t) for t in (*state, *held.values())}
+            backward = autograd_graph(outputs, _gradient_leaves(traced, inputs, sample), written)
+        if traced.state.grad and backward is None:
+            gradients = _gradients_of_model(traced, outputs, inputs, sample)
+        calls = [_CallResult([], _model_state(traced, held), gradients, backward)]
         del outputs
         after = calls[0].state
         is_same = before.keys() == after.keys() and all(equal_tensors(before[name], after[name]) for name in before)
@@ -482,14 +523,14 @@ def _calls_of_model(
             try:
                 torch.manual_seed(torch.initial_seed())
                 outputs, _ = call_model(traced, list(map(copy_as_leaf, again)))
-                own = {storage_of(t) for t in (*slots_of(traced.model).values(), *held.values())}
+                own = _own_storages(traced)
                 calls.append(_CallResult([detached(x, own) for x in outputs], _model_state(traced, held)))
             except TraceError:
                 raise
             except Exception:
                 again = None  # the model raises again when it is called with them
     snapshot.refuse_changes(traced.overwritten)
-    return calls, again
+    return result, calls, again
 
 
 def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -504,28 +545,34 @@ def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def _calls_of_graph(
-    traced: Traced, sample: Sequence[Any], again: Sequence[Any] | None, has_gradients: bool
-) -> list[_CallResult]:
+    traced: Traced, sample: Sequence[Any], again: Sequence[Any] | None, of_model: _CallResult
+) -> tuple[GraphRun, list[_CallResult]]:
+    """Runs the graph as the model was called. Returns the first run, and what is compared of both."""
     held = container_tensors(traced.model)
     with restoring_after_graph(traced):
         run = observe_run(traced, sample, saves=True)
-        gradients = _gradients_of_graph(traced, run, sample) if has_gradients else None
+        leaves = _leaves_of_graph(traced, run, sample)
+        backward = None if of_model.backward is None else autograd_graph(run.outputs, leaves)
+        gradients = None if of_model.gradients is None else _gradients_of_graph(run, leaves)
+        run = replace(run, outputs=list(map(detached, run.outputs)))
         _leave(traced, run)
-        del run
-        calls = [_CallResult([], _model_state(traced, held), gradients)]
+        calls = [_CallResult([], _model_state(traced, held), gradients, backward)]
         if again is not None:
             torch.manual_seed(torch.initial_seed())
             with contextlib.suppress(DecisionError):  # a micro-batch raises it, too
-                run = observe_run(traced, again)
-                _leave(traced, run)
-                calls.append(_CallResult(list(map(detached, run.outputs)), _model_state(traced, held)))
-    return calls
+                second = observe_run(traced, again)
+                _leave(traced, second)
+                calls.append(_CallResult(list(map(detached, second.outputs)), _model_state(traced, held)))
+    return run, calls
 
 
-def _gradients_of_graph(traced: Traced, run: GraphRun, sample: Sequence[Any]) -> _GradientSummaries:
+def _leaves_of_graph(traced: Traced, run: GraphRun, sample: Sequence[Any]) -> dict[str, torch.Tensor]:
     inputs = [run.leaves.get(place) for place in range(len(sample))]
     stand_ins = {id(tensor): copy for tensor, copy in run.tensors}
-    leaves = {name: stand_ins.get(id(leaf), leaf) for name, leaf in _gradient_leaves(traced, inputs, sample).items()}
+    return {name: stand_ins.get(id(leaf), leaf) for name, leaf in _gradient_leaves(traced, inputs, sample).items()}
+
+
+def _gradients_of_graph(run: GraphRun, leaves: Mapping[str, torch.Tensor]) -> _GradientSummaries:
     try:
         return _summarize_gradients(run.outputs, leaves)
     except Exception as error:
@@ -561,13 +608,9 @@ def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any
 
 
 def _direction(output: torch.Tensor, number: int, factor: float) -> torch.Tensor:
-    """Returns random numbers for an output, the same in each call. Large outputs repeat them to save time."""
-    generator = torch.Generator().manual_seed(number)
-    noise = factor * torch.randn(min(output.numel(), PERIOD), generator=generator, dtype=torch.float64)
-    noise = noise.to(output.device, output.dtype)
-    if output.numel() > PERIOD:
-        noise = noise.repeat(-(-output.numel() // PERIOD))[: output.numel()]
-    return noise.view(output.shape)
+    """Returns random numbers for an output, the same in each call."""
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    return (factor * noise).to(output.device, output.dtype)
 
 
 def _summarize_gradients(
