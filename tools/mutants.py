@@ -1627,9 +1627,15 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/sample_rows.py",
-        "        if not all(size.is_polynomial() for size in of_values):",
-        "        if False:",
+        "not all(size.is_polynomial() for size in of_values)",
+        "False",
         "behaviour/test_unequal_outputs.py::test_selected_rows_that_are_cut_by_their_number_are_cut_once",
+    ),
+    Mutant(
+        "tracing/verify/sample_rows.py",
+        " or (given and of_values):",
+        ":",
+        "behaviour/test_unequal_outputs.py::test_python_that_decides_by_the_number_of_selected_rows_is_refused",
     ),
     Mutant(
         "tracing/verify/sample_rows.py",

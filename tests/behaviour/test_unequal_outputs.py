@@ -160,3 +160,13 @@ def test_selected_rows_that_are_cut_by_their_number_are_cut_once() -> None:
             return h, rows[:14]
 
     assert_same_rows(First(), 2, (2, 3, 1, 4, 0, 2), (4, 4, 4, 4, 4, 4))
+
+
+def test_python_that_decides_by_the_number_of_selected_rows_is_refused() -> None:
+    class Deciding(Pictures):
+        def forward(self, text: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
+            rows = self.encode(pictures[(pictures != 0).any(-1)])
+            return self.last(text) if len(rows) < 14 else self.last(text) * 2
+
+    with pytest.raises(ArgumentError, match=r"samples act on each other .* cannot be told"):
+        fxpipe.trace(Deciding(), text_and_pictures(2, 3, 1, 4, 0, 2), chunks=2)
