@@ -476,6 +476,12 @@ RUNTIME = (
         "behaviour/test_rows_per_sample.py::test_what_a_loop_makes_of_all_samples_decides_in_no_micro_batch",
     ),
     Mutant(
+        "distributed/rank_stream.py",
+        'reduction = "batch" if losses.takes_all else self._loss.reduction',
+        "reduction = self._loss.reduction",
+        "behaviour/test_over_ranks_joint_losses.py::test_a_stream_of_whole_mini_batches_is_that_of_all_samples",
+    ),
+    Mutant(
         "tracing/verify/owners.py",
         "(-1e4, 1e2), (1e4, 1e2))",
         "(-1.0, 0.1))",
@@ -1584,7 +1590,7 @@ TRACING = (
     ),
     Mutant(
         "runtime/stream.py",
-        "if joint is not None and given_inputs.takes_all(self.loss.reduction):",
+        "if count > 1 and given_inputs.takes_all(self.loss.reduction):",
         "if False:",
         "behaviour/test_joint_tail.py::test_a_stream_refuses_it_before_a_mini_batch_runs",
     ),

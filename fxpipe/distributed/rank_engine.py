@@ -36,6 +36,7 @@ from fxpipe.distributed.replicas import (
     StepReport,
     check_scales,
     digest,
+    drop_gradients_of_loss,
     loss_of_replica,
     parameters_of_loss,
 )
@@ -216,9 +217,8 @@ class RankEngine(Engine):
             report = StepReport(has_hooks, self._loss_scale(call.scaler))
             if one.loss is not None:
                 self.refuse_strange_leaves(one.loss)
-                if is_whole and part.replica:  # the first replica has the gradients of the same loss
-                    for leaf, gradient, count in parameters_of_loss(one):
-                        one.loss.own[id(leaf)] = (leaf, torch.zeros_like(gradient), count)
+                if is_whole and part.replica:
+                    drop_gradients_of_loss(one)
                 report.loss = loss_of_replica(one.loss.losses)
             if one.loss is not None and kind is not None:
                 # The micro-batches of all replicas add up to the loss, which is not verified here.

@@ -31,6 +31,7 @@ from fxpipe.distributed.replicas import (
     NEXT_MINI_BATCH,
     ReplicaPart,
     StageParameter,
+    drop_gradients_of_loss,
     loss_of_replica,
     parameters_of_loss,
 )
@@ -89,11 +90,14 @@ class RankStreamEnd(StreamEnd):
         if replicas.count > 1 and stage.bound.is_weighed:
             admitted.is_verified = False  # the micro-batches of all replicas add up to it, which is not verified here
         loss, divisor = super().checked_loss(admitted), losses.divisor
+        if losses.takes_all and admitted.part.replica:
+            drop_gradients_of_loss(one)
         if replicas.count > 1:
             own = loss_of_replica(losses), len(parameters_of_loss(one))
             reports = self._group.replicas.all_gather(own, "the losses of the other replicas")
             of_replicas = [of_replica for of_replica, _ in reports]
-            loss, divisor = replicas.loss_of_union(of_replicas, admitted.part, self._loss.reduction)
+            reduction = "batch" if losses.takes_all else self._loss.reduction
+            loss, divisor = replicas.loss_of_union(of_replicas, admitted.part, reduction)
             if any(count for _, count in reports):
                 replicas.sum_of_loss(one, {})
         loss, divisor = map_tensor_leaves(lambda t: t.detach().cpu(), (loss, divisor))
@@ -193,13 +197,13 @@ class RankStream(Stream):
 
     def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> MiniBatch:
         assert isinstance(given_inputs, RankInputs)
-        part, engine = self.part, self.engine
+        part, engine, takes_all = self.part, self.engine, given_inputs.takes_all(self.loss.reduction)
         return MiniBatch(
             engine.own_inputs(given_inputs),
             engine.model,
             part.seed,
             losses=engine.losses_of_part(given_inputs, part, self.loss, is_verified) if self.end.is_last else None,
-            look_at_elements=history.look_at_elements and part.micro_batches > 1,
+            look_at_elements=history.look_at_elements and part.micro_batches > 1 and not takes_all,
             first_micro_batch=part.first,
             **engine.part_of_step(given_inputs),
             **more,

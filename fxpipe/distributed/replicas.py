@@ -186,6 +186,12 @@ def parameters_of_loss(one: MiniBatch) -> list[tuple[nn.Parameter, torch.Tensor,
     return [(leaf, gradient, count) for leaf, gradient, count in own if isinstance(leaf, nn.Parameter)]
 
 
+def drop_gradients_of_loss(one: MiniBatch) -> None:
+    """Drops the gradients of parameters that loss_fn uses: the first replica has those of the same loss."""
+    for leaf, gradient, count in parameters_of_loss(one):
+        one.loss.own[id(leaf)] = (leaf, torch.zeros_like(gradient), count)  # type: ignore[union-attr]
+
+
 def buckets_of(parameters: Mapping[StageParameter, torch.Tensor]) -> list[list[StageParameter]]:
     """Returns the parameters of each bucket, in the order in which buckets are full. `parameters`: last stage first."""
     stages = dict.fromkeys(j for _, j in parameters)

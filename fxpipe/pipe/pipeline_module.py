@@ -386,7 +386,7 @@ class Pipeline(nn.Module):
         """
         inside = self._fxpipe
         with inside.checking():
-            losses.check_reduction(reduction, in_stream=True)
+            losses.check_reduction(reduction, in_stream=inside.settings.chunks > 1)
             parse_switch("vertical_sync", vertical_sync)
             policy = stream_policy(inside.settings.schedule, vertical_sync)
             losses.check_scaler(grad_scaler)

@@ -39,7 +39,8 @@ _own_lock = threading.RLock()  # held during the backward into leaves of loss fu
 NOT_AFFINE = (
     "is no sum of what samples give, nor one over a count that inputs tell: what a micro-batch adds to it depends on "
     "all the others (a product of means, as in the loss of a router; a count of hidden values; similarities of all "
-    "samples), and the backward of a micro-batch in a stream does not wait for these; train with forward_backward"
+    "samples), and the backward of a micro-batch in a stream does not wait for these; use chunks=1, or train with "
+    "forward_backward"
 )
 
 

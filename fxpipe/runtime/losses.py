@@ -216,8 +216,8 @@ def _unit_near(weight: Any, count: int) -> Any:
 def check_reduction(reduction: str, in_stream: bool = False) -> None:
     if in_stream and reduction == "batch":
         raise ArgumentError(
-            "reduction='batch' in a stream, where the backward of a micro-batch does not wait for the others; train "
-            "with forward_backward, and a pipe of another schedule"
+            "reduction='batch' in a stream, where the backward of a micro-batch does not wait for the others; use "
+            "chunks=1, or train with forward_backward, and a pipe of another schedule"
         )
     if reduction not in LOSS_REDUCTIONS:
         raise ArgumentError(

@@ -36,7 +36,7 @@ from fxpipe.runtime.engine import Engine, update_stage
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.loss_checks import LossHistory, LossVerdict
 from fxpipe.runtime.loss_stage import NOT_AFFINE
-from fxpipe.runtime.losses import LossCall
+from fxpipe.runtime.losses import LossCall, check_reduction
 from fxpipe.runtime.mini_batch import MiniBatch
 from fxpipe.runtime.run import End, Fences, Run
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
@@ -285,8 +285,10 @@ class Stream:
         if self._tensors is None or self._tensors[0] is not bound:
             self._tensors = bound, ModelTensors(self.engine.model, bound.constants)
         self.run.state = bound.state
-        joint = needing_all(bound.combinations)
-        if joint is not None and given_inputs.takes_all(self.loss.reduction):
+        if count > 1 and given_inputs.takes_all(self.loss.reduction):
+            check_reduction(self.loss.reduction, in_stream=True)
+            joint = needing_all(bound.combinations)
+            assert joint is not None
             raise LossError(f"{joint.where} {NOT_AFFINE}")
         own = replace(given_inputs, bounds=(bound.with_turns_from(self._order.micro_batches),) * count)
         with self.run.transport.at_all(bound.devices[-1]):

@@ -338,16 +338,48 @@ def test_misuse_and_failures_end_all_ranks_and_the_next_step_works(four_ranks):
         assert losses == [results[0][1][0]] * len(texts)
 
 
-def stream(mesh, kind, options):
-    replica = square_mesh()["data"].get_local_rank()
-    pipe = pipe_of(kind().double(), chunks=1, schedule="pipedream", **options)
+# -- Streams ---------------------------------------------------------------------------------------------------------
+
+
+CUTS = {"two towers": ["text.0"], "a pair": ["other.0"], "a scale of all series": ["encoder.2"]}
+
+
+def stream_of(pipe, name, batches):
     optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
-    batches = [(tuple(batch_of(4, 2 * t + replica)[0]), {}, None) for t in range(3)]
-    return raised(list, pipe.train_stream(batches, optimizer=optimizer, loss_fn=lambda out: out[0]))
+    call = {"reduction": "sum"} | CASES[name][1]
+    targets = [target if call["reduction"] == "batch" else None for _, target in batches]
+    calls = [(tuple(args), {}, target) for (args, _), target in zip(batches, targets, strict=True)]
+    return pipe.train_stream(calls, optimizer=optimizer, **call)
 
 
-@pytest.mark.parametrize(("kind", "options"), [(TwoTowers, {}), (Series, {"balance": ["encoder.2"]})])
-def test_a_stream_refuses_values_of_all_samples(four_ranks, kind, options):
-    for error, text, _ in four_ranks.run(stream, kind, options):
+def stream(mesh, name, chunks):
+    pipe = pipe_of(model_of(name)[0], chunks=chunks, schedule="pipedream", balance=CUTS[name])
+    replica = square_mesh()["data"].get_local_rank()
+    run = stream_of(pipe, name, [batch_of(n[replica], 2 * t + replica) for t, n in enumerate(UNEVEN)])
+    if chunks > 1 or name == "a scale of all series":
+        return raised(list, run)
+    return list(run), {key: p.detach().clone() for key, p in pipe.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["two towers", "a pair"])
+def test_a_stream_of_whole_mini_batches_is_that_of_all_samples(four_ranks, name):
+    results = four_ranks.run(stream, name, 1)
+    batches = []
+    for t, (first, second) in enumerate(UNEVEN):
+        (args, (classes, *rest)), (other, (more, *_)) = batch_of(first, 2 * t), batch_of(second, 2 * t + 1)
+        batches.append(([*map(joined, args, other)], (joined(classes, more), *rest)))
+    model, options = model_of(name)[0], {"schedule": "pipedream", "hardware": "cpu", "progress": False}
+    with fxpipe.pipeline(
+        model, ["cpu"] * 2, chunks=1, balance=CUTS[name], example_args=tuple(batches[0][0]), **options
+    ) as pipe:
+        losses = list(stream_of(pipe, name, batches))
+    for of_rank, parameters in results:
+        torch.testing.assert_close(of_rank, losses)
+        torch.testing.assert_close(parameters, {key: model.get_parameter(key).detach() for key in parameters})
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("two towers", 2), ("a scale of all series", 1)])
+def test_a_stream_refuses_values_of_all_samples(four_ranks, name, chunks):
+    for error, text, _ in four_ranks.run(stream, name, chunks):
         assert issubclass(error, (LossError, DistributedError))
         assert "with forward_backward" in text
