@@ -113,7 +113,8 @@ class Pictures(nn.Module):
         rows = pictures.flatten(0, 1)
         rows = rows[(rows != 0).any(-1)]
         n = rows.shape[0]
-        rows = self.change(self.encode(rows).view(n, 2, -1).transpose(1, 2).reshape(n, -1))
+        keys, values = (self.encode(rows).view(n, 2, -1) for _ in range(2))  # two equal calls
+        rows = self.change((keys + values).transpose(1, 2).reshape(n, -1))
         h, places = self.embed(text), (text[..., :1] > 0).expand_as(text)
         torch._check_tensor_all(places.sum() == n * D)
         if h[places].numel() < rows.numel():

@@ -212,6 +212,8 @@ class SymbolicRun:
     def _call(self, node: fx.Node) -> Any:
         if node in self.known.unknown_nodes or info(node).opaque is not None:
             return self._seen(node)
+        if node.target in ("view", "reshape", torch.reshape):
+            self._set_inferred_size(node)
         if self.cache is None:
             return self._fake(node)
         key = self.cache.key(node, self.node_values)
@@ -248,8 +250,6 @@ class SymbolicRun:
         return self.traced.is_for_one_size and node not in self.known.fixing
 
     def _run(self, node: fx.Node) -> Any:
-        if node.target in ("view", "reshape", torch.reshape):
-            self._set_inferred_size(node)
         if node.target is not F.interpolate:
             return run_node_without_grad(node, self.node_values)
         arguments = {**fx.map_arg(named_arguments(node), self.node_values.__getitem__)}
