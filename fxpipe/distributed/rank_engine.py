@@ -165,7 +165,7 @@ class RankEngine(Engine):
         if inputs.bounds[0].routes.is_here(0, self.group.rank):
             return StepInputs.of(inputs)
         parts = tuple((None,) * len(bound.program.inputs) for bound in inputs.bounds)
-        return StepInputs(inputs.bounds, parts, tuple(inputs.shares), (), ())
+        return StepInputs(inputs.bounds, parts, tuple(inputs.shares), (), (), inputs.is_handed_over)
 
     def call_ranks(self, inputs: RankInputs, schedule: Schedule, *, to_all: bool) -> Any:
         """Runs all forwards; returns the output on the rank of the last stage or on all ranks, else None."""

@@ -232,7 +232,8 @@ def _why_micro_batches_differ(traced: Traced, bound: BoundProgram) -> str:
             return f"forward draws random numbers at {info(node).source}"
         if node.target in NORM_FUNCTIONS and named_arguments(node).get("training"):
             return f"batch norm normalizes each micro-batch at {info(node).source}"
-    changed = next(iter(bound.program.changes), None)
+    repeated = frozenset[str]().union(*(stage.repeated for stage in bound.program.stages))
+    changed = next((name for name in bound.program.changes if name not in repeated), None)
     return "" if changed is None else f"forward changes {changed!r}"
 
 

@@ -51,7 +51,7 @@ from fxpipe.rewriting.stage_callables import make_stage_callable
 from fxpipe.tracing.graph_text import node_expression, short_source_line
 from fxpipe.tracing.node_info import container_of, info, opaque_call_of, set_node_device, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
-from fxpipe.tracing.verify.effects import running_statistics
+from fxpipe.tracing.verify.effects import repeated_state, running_statistics
 
 T = TypeVar("T")
 
@@ -151,6 +151,7 @@ def split_into_stages(
         if PIPE_INPUT < source < target - 1
     )
     ordinals = {node: k for k, node in enumerate(n for n in cut.effects.nodes if info(n).is_random)}
+    repeated = repeated_state(traced)
     deferring = DeferredBatchNorm.of(traced) if deferred_batch_norm else DeferredBatchNorm()
     stages = []
     for stage, draft in enumerate(drafts):
@@ -173,6 +174,7 @@ def split_into_stages(
                 tuple(str(n.target) for n in attributes if cut.may_change(n, stage)),
                 tuple(str(n.target) for n in attributes if str(n.target) in deferring.statistics),
                 tuple(str(n.target) for n in attributes if str(n.target) in deferring.counters),
+                repeated.intersection(str(n.target) for n in attributes),
                 {n.name: SourceLocation(info(n).module, info(n).source) for n in (*draft.again, *draft.nodes)},
                 format_stage_code(builder.graph, stage),
                 functools.partial(make_stage_callable, options=compile_options),

@@ -66,6 +66,8 @@ class Stage:
     tracked_statistics: tuple[str, ...]
     # Subset of `changed_buffers` and `assigns`: counters of mini-batches, not micro-batches.
     counters: tuple[str, ...]
+    # The same: state that each micro-batch of a mini-batch changes alike, from its value before the step.
+    repeated: frozenset[str]
     locations: dict[str, SourceLocation]  # by node name
     code: str
     make_callable: Callable[[Stage, bool], StageCallable]  # (stage, whether backward is split) -> callable

@@ -85,7 +85,7 @@ class MiniBatch:
             stage_of_loss = MiniBatchLossStage if losses.takes_all else LossStage
             weighting = self.loss_weighting
             self.loss = stage_of_loss(inputs.bounds, self.exchange, losses, weighting, keep_outputs, inputs.weights)
-        self.replica_totals = [tuple(StageTotals() for _ in own) for own in self.stage_devices]
+        self.replica_totals = [tuple(StageTotals(inputs.is_handed_over) for _ in own) for own in self.stage_devices]
         self.totals = [own[0] for own in self.replica_totals]
         self._split_stages = {j for j, _ in split}
         self.open_programs = [

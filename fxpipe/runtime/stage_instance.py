@@ -150,12 +150,13 @@ class StageResult(NamedTuple):
 class StageTotals:
     """The sums of a stage over a step, for all its programs: gradients, and buffers that change."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_handed_over: bool = False) -> None:
+        self.is_handed_over = is_handed_over  # each micro-batch changes all state, as a call of the model
         self.buffers: dict[str, torch.Tensor] = {}  # changed buffers, after the last F
         self.assigned: set[str] = set()  # names of buffers that forward sets to another tensor
         self.sums: dict[str, torch.Tensor] = {}
         self.when_final: Callable[[StageTotals, str], None] | None = None  # called with each name whose sum is complete
-        self._counters: dict[str, torch.Tensor] = {}  # mini-batch counters, after any F
+        self._counters: dict[str, torch.Tensor] = {}  # what each F changes alike, after any F
         self._statistics: dict[int, list[BatchStatistics]] = {}  # from deferred batch norm, by micro-batch
         self._counts: dict[str, int] = {}
 
@@ -163,8 +164,9 @@ class StageTotals:
         """Stores the buffers and statistics of an F, for the next micro-batch and for the end of the step."""
         if not ran.buffers:
             return  # then there are no statistics of buffers either
+        from_start = {*stage.counters, *(() if self.is_handed_over else stage.repeated)}
         for name, value in ran.buffers.items():
-            (self._counters if name in stage.counters else self.buffers)[name] = value
+            (self._counters if name in from_start else self.buffers)[name] = value
         self._statistics[i] = ran.statistics
         first = next(iter(self._statistics.values()))
         if first or ran.statistics:

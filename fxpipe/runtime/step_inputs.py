@@ -151,6 +151,7 @@ class StepInputs:
     weights: tuple[float, ...]  # by micro-batch: share of all samples
     values: tuple[Any, ...]  # all values of the caller, flattened
     trained: tuple[TrainedInput, ...]
+    is_handed_over: bool = False
 
     @classmethod
     def of(cls, given_inputs: GivenInputs) -> StepInputs:
@@ -176,7 +177,7 @@ class StepInputs:
             if not given_inputs.is_handed_over:
                 parts = scatter(parts[0], dims, m)
         values = tuple(leaf for leaves in every for leaf in leaves)
-        return cls(bounds, tuple(parts), tuple(given_inputs.shares), values, trained)
+        return cls(bounds, tuple(parts), tuple(given_inputs.shares), values, trained, given_inputs.is_handed_over)
 
     @property
     def programs(self) -> list[BoundProgram]:

@@ -28,7 +28,7 @@ from fxpipe.tracing.node_info import (
     update_info,
     value_read_of,
 )
-from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
+from fxpipe.tracing.record.unrecordable import CHANGED_STATE, CannotRecord, calls_before_effects
 from fxpipe.tracing.tensors import slice_samples
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
@@ -264,7 +264,7 @@ def _unknown_source(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -
     if "the inputs" in sources and parameters:
         return f"the inputs and {parameters[0]!r}"
     if changing:
-        return f"{changing[0]!r}, which forward changes"
+        return f"{changing[0]!r}, {CHANGED_STATE}"
     if asked.is_size and "the inputs" in sources and (path or not isinstance(asked.value, bool)):
         return "the inputs"  # it differs for each micro-batch
     is_of_samples = any(n.op == "placeholder" and traced.leaves[traced.place_of(n)].shape for n in needed)

@@ -51,7 +51,12 @@ from fxpipe.tracing.verify.compared_sizes import (
     must_compare_micro_batches,
     values_differ_message,
 )
-from fxpipe.tracing.verify.effects import effects_of_changed, refuse_differing_writes, refuse_unwritable_inputs
+from fxpipe.tracing.verify.effects import (
+    effects_of_changed,
+    refuse_differing_writes,
+    refuse_remembered_samples,
+    refuse_unwritable_inputs,
+)
 from fxpipe.tracing.verify.equivalence import (
     check_against_model,
     check_training_equivalence,
@@ -357,6 +362,8 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     assert traced.effects is not None
     traced = replace(traced, effects=effects_of_changed(traced, traced.effects))
     refuse_differing_writes(traced)
+    if request.out_dims is None:
+        refuse_remembered_samples(traced)
     refuse_unwritable_inputs(traced, leaves)
     sizes = samples_per_micro_batch(batch := traced.batch_of(leaves), max(1, min(request.chunks, batch)))
     has_out_dims = request.out_dims is not None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.compared_steps import assert_trains
+from helpers.compared_steps import WAYS, assert_trains, refusal_of
 from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state
 from torch import nn
@@ -97,7 +97,7 @@ def test_a_memory_bank_of_the_model_itself_moves_on(options: dict[str, Any]) -> 
         assert whole_names(pipe) == ["forward of the model behind its call of 'encoder'"]
         assert all(stage.parameter_bytes for stage in pipe.plan.stages)
 
-    assert_trains(Bank(), [samples() for _ in range(6)], check=check, **options)
+    assert_trains(Bank(), [samples() for _ in range(6)], check=check, out_dims=0, **options)  # of micro-batches
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "zero_bubble"}])
@@ -212,7 +212,7 @@ def test_a_large_module_that_reads_is_recorded_up_to_there() -> None:
     def check(pipe: Any) -> None:
         assert whole_names(pipe) == ["forward of module '0' behind its call of 'encoder'"]
 
-    assert_trains(nn.Sequential(Bank(), nn.Linear(5, 2)), [samples() for _ in range(5)], check=check)
+    assert_trains(nn.Sequential(Bank(), nn.Linear(5, 2)), [samples() for _ in range(5)], check=check, out_dims=0)
 
 
 def test_a_buffer_that_some_step_writes_to_between_the_blocks_is_an_error_of_that_step_and_stays() -> None:
@@ -380,11 +380,28 @@ FOLLOWS: list[Callable[[Any, Any], Any]] = [
 
 @pytest.mark.filterwarnings("ignore:module '1' is one node")
 @pytest.mark.parametrize("number", range(3))
-def test_a_teacher_follows_its_student_in_each_micro_batch(number: int) -> None:
-    follow = FOLLOWS[number]
-    assert_trains(Taught(follow, is_first=False), calm_and_wild())
-    taught = Taught(follow, is_first=True, looks=True)
-    assert_trains(nn.Sequential(nn.Linear(8, 8), taught, nn.Linear(8, 8)), calm_and_wild(), checkpoint="always")
+def test_a_teacher_follows_its_student_once_in_a_mini_batch(number: int) -> None:
+    batches, follow = calm_and_wild(), FOLLOWS[number]
+
+    def inner(looks: bool) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), Taught(follow, True, looks), nn.Linear(8, 8))
+
+    for way in WAYS[:2]:
+        assert not refusal_of(lambda: Taught(follow, is_first=False), lambda step: (batches[step],), way)
+        assert not refusal_of(lambda: inner(False), lambda step: (batches[step],), way, checkpoint="always")
+    assert "changes '1.teacher.0.weight' at" in refusal_of(lambda: inner(True), lambda step: (batches[step],))
+    assert_trains(inner(True), batches, chunks=1, checkpoint="always")
+    model, x = Taught(follow, is_first=True), samples()
+    plain = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:  # in each micro-batch of the caller
+        pipe.forward_backward(micro_batches=[((x,), {}, None)] * 2, loss_fn=lambda y: y.mean())
+    plain(x), plain(x)
+    assert_same_state(model, plain, exact=False)
+
+
+def test_the_vectors_of_spectral_norm_change_once_in_a_mini_batch() -> None:
+    x = samples()
+    assert not refusal_of(lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Tanh()), lambda _: (x,))
 
 
 class Momentum(Layered, queue=lambda: torch.randn(8, 16), pointer=lambda: torch.zeros(1, dtype=torch.long)):
@@ -437,6 +454,7 @@ def test_an_encoder_of_keys_follows_and_its_queue_moves_on(follow: Callable[[Any
             assert_same_state(model, plain, exact=False)
             for optimizer in optimizers:
                 optimizer.step()
+    assert "forward changes 'queue' at" in refusal_of(lambda: copy.deepcopy(plain), lambda _: (x,))
 
 
 def test_a_teacher_that_is_to_be_trained_as_well_is_refused_and_planning_leaves_it_as_it_was() -> None:

@@ -83,6 +83,7 @@ def python_rng_error(modules: frozenset[str] = frozenset()) -> CannotRecord:
     return CannotRecord(text + opaque, modules, is_final=not modules)
 
 
+CHANGED_STATE = "which forward changes"  # in the reason of Python that runs as a node, since it reads such state
 OPAQUE_REMEDY = ", or in a module inside the model, which recording keeps whole"
 
 # Refused functions, with a description. A module that calls them can be kept opaque.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe._torch.autograd import version_of
+from fxpipe._torch.functions import opname
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
 from fxpipe._torch.tensor_data import StorageNumbers
 from fxpipe.errors import ArgumentError, InternalError
@@ -30,8 +31,8 @@ from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, copy_as_leaf, run_node, run_nodes, writable_copy
 from fxpipe.tracing.model_state import equal_tensors, slots_of
-from fxpipe.tracing.node_info import info, named_arguments
-from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.node_info import dependencies_of, info, named_arguments
+from fxpipe.tracing.record.unrecordable import CHANGED_STATE, CannotRecord
 from fxpipe.tracing.tensors import detached, storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor, runs_python
 from fxpipe.utils.progress import progress
@@ -244,6 +245,81 @@ def running_statistics(node: fx.Node) -> list[fx.Node]:
     return [n for name in ("running_mean", "running_var") if isinstance(n := arguments.get(name), fx.Node)]
 
 
+def repeated_state(traced: Traced) -> frozenset[str]:
+    """Returns the state that each micro-batch changes alike, from its value before the step.
+
+    It follows parameters (a teacher, spectral norm), or only counts for such state; no sample, random number or other
+    state enters it.
+    """
+    assert traced.effects is not None
+    alias, writers = traced.effects.alias, _writers_of_state(traced)
+    parameters = {name for name, _ in traced.model.named_parameters()}
+    sources = {n: set[fx.Node]().union(*map(dependencies_of, own)) for n, own in writers.items()}
+    users = dict[fx.Node, set[fx.Node]]()
+    for state, own in writers.items():
+        same = [n for n in traced.graph.nodes if alias.get(n) == alias[state] or n in own]
+        users[state] = {user for n in same for user in n.users if user.op != "output"}
+    repeated = {*writers}
+    while True:
+        differing, _ = _differing(traced, {str(n.target) for n in writers.keys() - repeated})
+        followers = {n for n in repeated if not parameters.isdisjoint(str(source.target) for source in sources[n])}
+        needed = set[fx.Node]().union(*(sources[n] for n in followers))
+        counters = {n for n in repeated - followers if users[n] <= needed}
+        kept = {n for n in followers | counters if differing.isdisjoint(writers[n])}
+        if kept == repeated:
+            return frozenset(str(n.target) for n in repeated)
+        repeated = kept
+
+
+def refuse_remembered_samples(traced: Traced) -> None:
+    """Raises `ArgumentError` if forward keeps samples in state and reads it: a memory bank, but not a running mean.
+
+    Python that runs as a node counts if it reads a number of changed state, perhaps a place in a bank.
+    """
+    repeated = repeated_state(traced)
+    frozen = {name for name, parameter in traced.model.named_parameters() if not parameter.requires_grad}
+    for attribute, writers in _writers_of_state(traced).items():
+        name, is_read = str(attribute.target), any(user not in writers for user in attribute.users)
+        is_other = name in repeated or name.rpartition(".")[2] in _STATISTICS
+        for node in writers if not is_other and attribute_tensor(traced, attribute).numel() > 1 else ():
+            python = info(node).opaque
+            may_be_bank = is_read if python is None else CHANGED_STATE in python.why
+            values = [node] if node in traced.carried_state.values() else node.all_input_nodes
+            is_bank = (
+                may_be_bank and node.target not in NORM_FUNCTIONS and any(_holds_samples(traced, n) for n in values)
+            )
+            if name in frozen or is_bank:
+                raise ArgumentError(
+                    f"forward changes {name!r} at {info(node).source} and reads it, so a micro-batch would find there "
+                    "what the micro-batches before have left, unlike samples of the mini-batch; keep the mini-batch "
+                    "whole (chunks=1), or pass micro-batches of your own as in gradient accumulation "
+                    "(forward_backward(micro_batches=...)); or give out_dims if the model is meant for micro-batches"
+                )
+
+
+def _writers_of_state(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
+    """Returns the tensors of the model that the graph changes or sets, with the nodes that do."""
+    effects, carried = traced.effects, traced.carried_state
+    assert effects is not None
+    pairs = [*zip(effects.nodes, effects.written_classes, strict=True)]
+    changed = set[int | None]().union(*effects.written_classes)
+    held = [n for n in traced.graph.nodes if n.op == "get_attr" and not traced.is_whole]
+    held = [n for n in held if effects.alias[n] in changed or n.target in carried]
+    writers = {n: [node for node, written in pairs if effects.alias[n] in written] for n in held}
+    writers = {n: [*own, *(carried[name] for name in carried if name == n.target)] for n, own in writers.items()}
+    return {n: own for n, own in writers.items() if own}
+
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm, which may run inside Python
+_VIEWS = frozenset("getitem narrow index_select t transpose detach clone".split())
+
+
+def _holds_samples(traced: Traced, node: fx.Node) -> bool:
+    if any(traced.batch in size.free_symbols for shape in info(node).shapes for size in shape.shape):
+        return True
+    return opname(node.target).strip("_") in _VIEWS and any(_holds_samples(traced, n) for n in node.all_input_nodes[:1])
+
+
 def refuse_differing_writes(traced: Traced) -> None:
     """Raises `CannotRecord` if micro-batches would write different values to an input that is not split."""
     effects, batched = traced.effects, traced.batch_placeholders
@@ -251,6 +327,23 @@ def refuse_differing_writes(traced: Traced) -> None:
     if traced.is_whole:
         return
     changed = set[int]().union(*effects.written_classes)
+    names = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr" and effects.alias[n] in changed}
+    _, classes = _differing(traced, {*names, *traced.assigned})
+    for node in effects.written_inputs:
+        if node not in batched and effects.alias[node] in classes:
+            raise CannotRecord(
+                f"{_write_to(traced, effects, node)}, which is "
+                "not cut into micro-batches, and what it writes depends on samples, on random numbers or on buffers "
+                "that change, so that each micro-batch would leave something else in it; return the new value, keep "
+                "it in a buffer (register_buffer), or give it a dimension for the samples (in_dims=)",
+                is_final=True,
+            )
+
+
+def _differing(traced: Traced, state: Collection[str]) -> tuple[set[fx.Node], set[int | None]]:
+    """Returns the nodes and alias classes that differ between micro-batches, if this state of the model does."""
+    effects, batched = traced.effects, traced.batch_placeholders
+    assert effects is not None
     nodes: set[fx.Node] = set()
     classes: set[int | None] = set()  # hold at some point a value that differs between micro-batches
     for node in traced.graph.nodes:
@@ -258,7 +351,7 @@ def refuse_differing_writes(traced: Traced) -> None:
         if node.op == "placeholder":
             differs = node in batched
         elif node.op == "get_attr":
-            differs = alias in changed or str(node.target) in traced.assigned
+            differs = alias in classes or str(node.target) in state
         elif (number := info(node).number) is not None:
             differs = bool(number.free_symbols)
         else:
@@ -270,15 +363,7 @@ def refuse_differing_writes(traced: Traced) -> None:
             nodes.add(node)
             place = effects.place.get(node, -1)
             classes |= {alias, *(effects.written_classes[place] if place >= 0 else ())} - {None}
-    for node in effects.written_inputs:
-        if node not in batched and effects.alias[node] in classes:
-            raise CannotRecord(
-                f"{_write_to(traced, effects, node)}, which is "
-                "not cut into micro-batches, and what it writes depends on samples, on random numbers or on buffers "
-                "that change, so that each micro-batch would leave something else in it; return the new value, keep "
-                "it in a buffer (register_buffer), or give it a dimension for the samples (in_dims=)",
-                is_final=True,
-            )
+    return nodes, classes
 
 
 def refuse_unwritable_inputs(
