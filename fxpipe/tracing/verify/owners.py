@@ -5,8 +5,8 @@ with other elements of each micro-batch in turn: what changes with two of them d
 
     h [4, 3]   owners 0 0 1 1    relu(h)   0 0 1 1    h[0]   0    h.min()   0 and 1: they meet
 
-Integers and bools of the inputs (ids, lengths, masks) change only for functions that make floats of them alone: counts
-and offsets may be of all samples.
+Integers and bools of the inputs (ids, lengths, masks) change only for functions of them alone: counts and offsets may
+be of all samples, if no float depends on them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fxpipe.utils.batch_split import rows_per_sample
 from fxpipe.utils.pytree import flatten
 
 _NOBODY = -1
+_SEVERAL = -2  # an integer of several micro-batches: a count, the largest length
 _CHANGES = ((1.0, 0.3), (-1e4, 1e2), (1e4, 1e2))  # factors of a float and of the noise that is added to it
 
 
@@ -91,11 +92,18 @@ class _OwnerRun:
         except Exception:
             if not are_integers:
                 raise
-        if not are_integers and any(bool((one.sum(0) > 1).any()) for one in changes):
-            return True
-        owners = iter([torch.where(one.sum(0) == 1, one.argmax(0), _NOBODY) for one in changes])
+        owners = [torch.where(one.sum(0) == 1, one.argmax(0), _NOBODY) for one in changes]
+        several = [one.sum(0) > 1 for one in changes]
+        shared = [n for n in sources if any(bool((one == _SEVERAL).any()) for one in self.owners.get(n, ()))]
+        if shared:
+            more = self._changed(node, sharing, shared, base, _SEVERAL)
+            several = [one | other for one, other in zip(several, more, strict=True)] if several else more
+        for x, one in zip(_tensors(base), several, strict=False):
+            if (not are_integers or x.is_floating_point()) and bool(one.any()):
+                return True
+        marked = iter([torch.where(one, _SEVERAL, owner) for one, owner in zip(several, owners, strict=False)])
         for n, value in zip((node, *sharing), base, strict=True):
-            own = [owner for _, owner in zip(_tensors(value), owners, strict=False)]
+            own = [owner for _, owner in zip(_tensors(value), marked, strict=False)]
             self.values[n] = value
             self.owners.pop(n, None)
             if any(bool((owner != _NOBODY).any()) for owner in own):
@@ -123,7 +131,13 @@ class _OwnerRun:
                 masks = (owner == part for owner in self.owners[n])
                 leaves = [_other(x, next(masks), seed) if isinstance(x, torch.Tensor) else x for x in leaves]
                 changed[n] = pytree.tree_unflatten(leaves, spec)
-            pairs = zip(_tensors(base), _tensors(self._run(node, sharing, changed)), strict=True)
+            try:
+                result = self._run(node, sharing, changed)
+            except Exception:
+                if seed < 2:
+                    raise
+                continue  # a larger integer may be out of range
+            pairs = zip(_tensors(base), _tensors(result), strict=True)
             differs = [d | ~torch.isclose(x, y, 1e-4, equal_nan=True) for d, (x, y) in zip(differs, pairs, strict=True)]
         return differs
 
@@ -137,7 +151,8 @@ def _other(value: torch.Tensor, mask: torch.Tensor, seed: int) -> torch.Tensor:
     if value.dtype == torch.bool:
         return value ^ mask
     if not value.is_floating_point():
-        return torch.where(mask, value.flatten().roll(seed + 1).view(value.shape), value)
+        others = (value.flatten().roll(1).view(value.shape), value * 0, value + 3)
+        return torch.where(mask, others[seed], value)
     factor, of_noise = _CHANGES[seed]
     noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value)
     largest = value.nan_to_num(0, 0, 0).abs().max() if value.numel() else 1
