@@ -1517,6 +1517,21 @@ TRACING = (
         "behaviour/test_gradients_in_forward.py",
     ),
     Mutant(
+        "tracing/record/packing.py",
+        "if not all(map(operator.is_, first[2:], sequence[2:])):",
+        "if False:",
+        "behaviour/test_packing.py",
+    ),
+    Mutant(
+        "tracing/record/packing.py",
+        'lengths"].max() if total_length is None',
+        'lengths"].max().item() if total_length is None',
+        "behaviour/test_packing.py",
+    ),
+    Mutant(
+        "rewriting/rng.py", "bidirectional, False, **packing)", "bidirectional, False)", "behaviour/test_packing.py"
+    ),
+    Mutant(
         "tracing/shapes/symbolic_shapes.py",
         "(sources and not number.free_symbols) or any(",
         "any(",

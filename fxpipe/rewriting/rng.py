@@ -35,6 +35,7 @@ from fxpipe._torch.versions import TESTED_VERSIONS
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import stage_context
 from fxpipe.tracing.model_state import python_rng_state, set_python_rng_state
+from fxpipe.tracing.record.packing import PACKED_FUNCTIONS
 from fxpipe.utils import accelerator
 from fxpipe.utils.accelerator import generator_lock, mix_seed
 
@@ -212,8 +213,8 @@ def dropout(
 def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes an RNN that runs layer by layer, with dropout in between."""
 
-    def run(generator: Generator, input: Tensor, hx: Any, params: Any, *options: Any, **more: Any) -> Any:
-        if more or len(options) != 6 or not isinstance(params, (tuple, list)):  # a packed sequence
+    def run(generator: Generator, input: Tensor, hx: Any, params: Any, *options: Any, **packing: Any) -> Any:
+        if len(options) != 6 or not isinstance(params, (tuple, list)):
             return NotImplemented
         has_biases, layers, p, train, bidirectional, batch_first = options
         states = hx if isinstance(hx, (tuple, list)) else (hx,)
@@ -226,19 +227,16 @@ def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
                 x = dropout(generator, x, p)
             initial = [part[layer].contiguous() for part in parts]
             weights = params[layer * each : (layer + 1) * each]
-            x, *end = function(
-                x, initial if len(initial) > 1 else initial[0], weights, has_biases, 1, 0.0, train, bidirectional, False
-            )
+            state = initial if len(initial) > 1 else initial[0]
+            x, *end = function(x, state, weights, has_biases, 1, 0.0, train, bidirectional, False, **packing)
             ends.append(end)
         return (x.transpose(0, 1) if batch_first else x, *map(torch.cat, zip(*ends, strict=True)))
 
     return run
 
 
-ANY_DEVICE_KERNELS = {
-    function: _recurrent(function)
-    for function in (*RNN_FUNCTIONS, _aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input)
-}
+_ATEN_RNNS = (_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input)
+ANY_DEVICE_KERNELS = {f: _recurrent(f) for f in (*RNN_FUNCTIONS, *PACKED_FUNCTIONS.values(), *_ATEN_RNNS)}
 # (generator, *arguments of the function) -> its result
 RNG_KERNELS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.dropout, torch.dropout, _aten.dropout.default), dropout),

@@ -247,6 +247,8 @@ def _options_after(
     behind = _graph_breaks_for(model, problem, modules, graph_breaks)
     if behind:
         return replace(options, graph_breaks={**graph_breaks, **behind})
+    if not modules and options.records_packing and any(isinstance(m, nn.RNNBase) for m in model.modules()):
+        return replace(options, records_packing=False)  # Python may loop over the samples of padded outputs
     if not modules and whole and not options.reads_sequences:
         return replace(options, reads_sequences=True)
     if not modules:

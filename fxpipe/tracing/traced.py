@@ -99,6 +99,7 @@ class RecordingOptions:
     may_overwrite: bool = False  # forward may overwrite attributes that it has not read
     keeps_saved: bool = False  # tensors that autograd saves, since forward runs it
     reads_sequences: bool = False  # forward reads lists and tuples inside results of modules kept whole
+    records_packing: bool = True  # functions on packed sequences are nodes
 
 
 PLAIN_RECORDING = RecordingOptions()

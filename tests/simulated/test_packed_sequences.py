@@ -16,7 +16,11 @@ pytestmark = pytest.mark.simulated
 STEPS, WIDTH, WORDS = 5, 6, 99
 
 
-class Reader(Layered, rnn=lambda: nn.GRU(WIDTH, WIDTH, batch_first=True), seen=set):
+def make_rnn():
+    return nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+
+class Reader(Layered, rnn=make_rnn, seen=set):
     """Kept whole: the sizes of what it packs depend on values."""
 
     def forward(self, x, lengths):
@@ -93,6 +97,17 @@ def test_lengths_are_on_the_device_and_are_packed_from_the_cpu(kind, devices):
 @pytest.mark.parametrize("kind", READERS)
 def test_a_model_that_is_on_a_device_is_planned_there(kind):
     _assert_trains_like_plain(Tagger(kind()), ["sim:0", "sim:1"], on="sim:0", balance=["embed"])
+
+
+def test_a_forward_that_packs_by_itself_is_cut_around_the_recurrent_modules():
+    class TopLevel(Layered, embed=lambda: nn.Embedding(WORDS, WIDTH), low=make_rnn, top=make_rnn, head=(WIDTH, 3)):
+        def forward(self, ids, lengths):
+            packed = pack_padded_sequence(self.embed(ids), lengths, batch_first=True, enforce_sorted=False)
+            states, counts = pad_packed_sequence(self.top(self.low(packed)[0])[0], batch_first=True)
+            padding = ids.shape[1] - states.shape[1]
+            return self.head(F.pad(states / counts[:, None, None].to(states.device), (0, 0, 0, padding)))
+
+    _assert_trains_like_plain(TopLevel(), ["sim:0", "sim:1"], balance=["low"])
 
 
 def test_lengths_may_be_made_in_another_stage():

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch.autograd import version_of
@@ -193,8 +192,6 @@ class _Segment:
             recorder.origin = before
         if self.end is not None and info(node).is_random:
             raise CannotRecord("it draws random numbers")
-        if self.end is not None and any(isinstance(x, PackedSequence) for x in (*result[0], *result[1].values())):
-            raise CannotRecord("it calls a module with a packed sequence, whose size depends on values")
         if {recorder.registry.storages.name(tensors[place]) for place, _ in read_only} & info(node).written_storages:
             raise CannotRecord("it changes a buffer that it reads before it calls other modules")
         call = replace(opaque_call_of(node), module=path, why=why, calls_before=self.names, recorded_calls=self.first)

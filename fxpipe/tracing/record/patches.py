@@ -38,6 +38,7 @@ from fxpipe.tracing.record.gradients import differentiate
 from fxpipe.tracing.record.graph_break import call_with_graph_break
 from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
 from fxpipe.tracing.record.opaque_call import active, call_function, call_hook, call_leaf_module, whole_methods
+from fxpipe.tracing.record.packing import PackingRecorder
 from fxpipe.tracing.record.recorded_sizes import MEMORY, unwrap_sizes
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.tensors import tensors_in
@@ -130,6 +131,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         return method
 
     storage: Any = torch.UntypedStorage
+    packing = PackingRecorder(recorder, is_elsewhere)
     draws = python_draws(is_elsewhere, lambda number: number) if recorder.options.draws_for_python else []
     patches: list[tuple[Any, str, Any]] = [
         *draws,
@@ -139,10 +141,12 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         (nn.Module, "__getattribute__", getattribute),
         (nn.Module, "__setattr__", set_attribute),
         (nn.Module, "__call__", call),
+        *((kind, "forward", packing.forward(kind.forward)) for kind in (nn.RNN, nn.LSTM, nn.GRU)),
     ]
     try:
         with (
             replaced(patches),
+            packing.replace_functions(),
             intercept_vmap(vmap),
             intercept_apply(apply, _HiddenApplications(recorder, lambda: not is_elsewhere())),
             recorder.python_reads.follow(is_elsewhere),

@@ -130,7 +130,8 @@ def refusal_of_call(
         remedy = "draw from torch's default one (leave out generator=)"
         return "draws from a random generator of its own", remedy, False
     if name == "_pack_padded_sequence":
-        return "packs a sequence, whose sizes depend on lengths", "use padded tensors and a mask", True
+        what = "packs a sequence, and Python reads its lengths (tolist), or loops over its samples,"
+        return what, "give the lengths as a tensor, and use torch functions over all samples", True
     if is_in_functorch_transform():
         return "uses a transform of torch.func (vmap, grad)", "write the batched function out", True
     return None

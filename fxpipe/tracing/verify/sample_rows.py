@@ -445,10 +445,11 @@ class _SideBySide(_Findings):
 
     def _look_at(self, node: fx.Node) -> None:
         sources, values = _value_sources(node), self.values[node]
+        is_shared = node in self.traced.shared  # parts get the value of the whole
         self.sources[node] = sources
         if base_opname(node) in _UNSET or self._is_update(node, sources):
             self._with_rows_of_whole(values)
-        elif node not in self.traced.shared and not self.depends.isdisjoint(sources):
+        elif not is_shared and not self.depends.isdisjoint(sources):
             self.depends.add(node)
         if node not in self.depends and not self.of_buffers.isdisjoint(sources):
             self.of_buffers.add(node)
@@ -472,7 +473,7 @@ class _SideBySide(_Findings):
                 self.depends.add(other)
                 self.sources[other] = [*self.sources[other], *(n for n in self.sources[node] if n is not other)]
             self.joins[other] = self._joins_of(other)
-        if node.op in CALL_OPS and info(node).number is None and info(node).read is None:
+        if node.op in CALL_OPS and not is_shared and info(node).number is None and info(node).read is None:
             self._look_for_block(node, sources)
             self._look_at_counts(node, sources)
             self._look_at_selection(node)
