@@ -1684,7 +1684,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/sample_rows.py",
-        " or (given and of_values):",
+        " or (arguments and of_values):",
         ":",
         "behaviour/test_unequal_outputs.py::test_python_that_decides_by_the_number_of_selected_rows_is_refused",
     ),

@@ -580,11 +580,11 @@ class _SideBySide(_Findings):
 
         So do rows that are cut (`x[mask][:8]`) and Python that may read the number (`if len(x[mask]) > 8`).
         """
-        given = node.all_input_nodes if info(node).opaque is not None else []
-        sizes = [size for one in (node, *given) for shape in info(one).shapes for size in shape.shape]
+        arguments = node.all_input_nodes if info(node).opaque is not None else []
+        sizes = [size for one in (node, *arguments) for shape in info(one).shapes for size in shape.shape]
         of_values = [size for size in sizes if size.free_symbols - {self.traced.batch}]
         self.selects_rows |= bool(of_values)  # rows in some order, as of `unique`, may join by chance
-        if not all(size.is_polynomial() for size in of_values) or (given and of_values):
+        if not all(size.is_polynomial() for size in of_values) or (arguments and of_values):
             self.blocks.add(node)
 
     def _changes_with(self, node: fx.Node, source: fx.Node) -> bool:
