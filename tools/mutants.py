@@ -1798,6 +1798,19 @@ TRACING = (
     ),
     Mutant(
         "_torch/autograd.py",
+        "or has_hooks or not",
+        "or not",
+        "unit/tracing/verify/test_training_equivalence.py::test_saved_values_are_read_by_backward_only",
+    ),
+    Mutant(
+        "tracing/verify/equivalence.py",
+        "{name: tensor.detach().clone() for name, tensor in run.buffers.items()}",
+        "run.buffers",
+        "unit/tracing/verify/test_training_equivalence.py::"
+        "test_buffers_are_compared_as_forward_leaves_them_and_as_backward_does",
+    ),
+    Mutant(
+        "_torch/autograd.py",
         "or not _SHOWN_CLASS.fullmatch(kind.__name__)",
         "",
         "unit/tracing/verify/test_autograd_graph.py",

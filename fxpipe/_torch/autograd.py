@@ -2,7 +2,7 @@
 
 Versions and views of tensors, hooks on leaves and input metadata of nodes are required, and unchanged from torch 2.11
 to 2.14. Optional are direct calls of the engine (`torch.autograd.grad` is slower), the C++ classes of nodes (public
-functions are slower), and the id of the backward run that calls a hook.
+functions are slower), hooks of saved tensors, and the id of the backward run that calls a hook.
 """
 
 from __future__ import annotations
@@ -216,21 +216,20 @@ class HiddenStateError(Exception):
 
 
 def backward_state(node: Any) -> list[Any]:
-    """Returns all that the backward of a function of torch depends on. Raises `HiddenStateError` for other functions.
-
-    Raises `RuntimeError` if a saved tensor has been overwritten.
-    """
+    """Returns all that the backward of a function of torch depends on. Raises `HiddenStateError` if unknown."""
     _require_saved_reduction()
-    kind, metadata = type(node), getattr(node, "_input_metadata", None)
-    if metadata is None or not _SHOWN_CLASS.fullmatch(kind.__name__):
+    kind, metadata, names = type(node), getattr(node, "_input_metadata", None), saved_names(node)
+    has_hooks = any(_has_hooks(getattr(node, f"_raw{name}", None)) for name in names)
+    if metadata is None or has_hooks or not _SHOWN_CLASS.fullmatch(kind.__name__):
         raise HiddenStateError(kind.__name__)
-    outputs = [(one.shape, one.dtype, one.device) for one in metadata]
-    return [kind, outputs, *(getattr(node, name) for name in _saved_names_of(kind))]  # type: ignore[arg-type]
+    return [kind, [(one.shape, one.dtype, one.device) for one in metadata], *(getattr(node, name) for name in names)]
 
 
-@functools.cache
-def _saved_names_of(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
+def _has_hooks(saved: Any) -> bool:
+    """Returns whether reading saved tensors calls Python, which may recompute or forget them, or differ in backward."""
+    if isinstance(saved, tuple):
+        return any(map(_has_hooks, saved))
+    return getattr(saved, "unpack_hook", saved) is not None
 
 
 def forward_class_of(node: Any) -> type[torch.autograd.Function]:

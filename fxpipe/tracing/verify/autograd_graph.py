@@ -2,7 +2,7 @@
 
 A graph consists of functions, the values that they have saved, and edges from the outputs to leaves with names. Equal
 graphs compute the same from any gradients of the outputs, so nothing has to be computed to compare them. A function in
-Python, or one that does not show all of its state, may compute anything; so may a hook, but recordings have none.
+Python, one that hides state, or a hook on saved values may compute anything; hooks on tensors are not recorded.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ def autograd_graph(
                 is_leaf = output.grad_fn is None
                 graph.append(names[id(output)] if is_leaf else edge(output.grad_fn, output.output_nr))
         for function in reached:  # edges add to it
-            leaf = getattr(function, "variable", None)
-            if leaf is not None:
-                graph.append(names[id(leaf)])
+            if not function.next_functions:  # a leaf
+                graph.append(names[id(getattr(function, "variable", None))])
                 continue
             graph.append((kept(backward_state(function)), [edge(*below) for below in function.next_functions]))
     except (HiddenStateError, KeyError, RuntimeError):  # RuntimeError: a saved value has been overwritten

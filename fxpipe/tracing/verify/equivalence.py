@@ -260,8 +260,7 @@ def _result_of(traced: Traced, leaves: Sequence[Any], copies: Sequence[Any]) -> 
 
 
 def _own_storages(traced: Traced) -> set[int]:
-    tensors = (*slots_of(traced.model).values(), *container_tensors(traced.model).values())
-    return {storage_of(t) for t in tensors}
+    return {storage_of(t) for t in (*slots_of(traced.model).values(), *container_tensors(traced.model).values())}
 
 
 def call_model(traced: Traced, inputs: Sequence[Any], size_note: str = "") -> tuple[list[Any], list[Any]]:
@@ -428,6 +427,7 @@ def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: in
             continue  # the model raises again for such a batch
         run, have = _calls_of_graph(traced, sample, again, want[0])
         if not are_equal(want[0].backward, have[0].backward):  # other functions may have the same gradients
+            del want, have  # with all values that autograd has saved
             result, want, again = _calls_of_model(traced, sample, followers, by_graph=False)
             run, have = _calls_of_graph(traced, sample, again, want[0])
         is_cut = size < batch or not traced.mini_batch_conditions
@@ -486,10 +486,9 @@ GRADIENT_REMEDY = (
 def _gradients_of_model(
     traced: Traced, outputs: Sequence[Any], inputs: Sequence[Any], sample: Sequence[Any], factor: float = 1.0
 ) -> _GradientSummaries | None:
-    try:
+    with contextlib.suppress(Exception):
         return _summarize_gradients(outputs, _gradient_leaves(traced, inputs, sample), factor)
-    except Exception:
-        return None
+    return None
 
 
 def _calls_of_model(
@@ -507,8 +506,7 @@ def _calls_of_model(
         outputs, copies = call_model(traced, inputs)
         result, backward, gradients = _result_of(traced, outputs, copies), None, None
         if traced.state.grad and by_graph:
-            state = (t for t in slots_of(traced.model).values() if not isinstance(t, torch.nn.Parameter))
-            written = {storage_of(t) for t in (*state, *held.values())}
+            written = _own_storages(traced) - set(map(storage_of, traced.model.parameters()))
             backward = autograd_graph(outputs, _gradient_leaves(traced, inputs, sample), written)
         if traced.state.grad and backward is None:
             gradients = _gradients_of_model(traced, outputs, inputs, sample)
@@ -552,9 +550,10 @@ def _calls_of_graph(
     with restoring_after_graph(traced):
         run = observe_run(traced, sample, saves=True)
         leaves = _leaves_of_graph(traced, run, sample)
+        buffers = {name: tensor.detach().clone() for name, tensor in run.buffers.items()}  # backward may write to them
         backward = None if of_model.backward is None else autograd_graph(run.outputs, leaves)
         gradients = None if of_model.gradients is None else _gradients_of_graph(run, leaves)
-        run = replace(run, outputs=list(map(detached, run.outputs)))
+        run = replace(run, outputs=list(map(detached, run.outputs)), buffers=buffers)
         _leave(traced, run)
         calls = [_CallResult([], _model_state(traced, held), gradients, backward)]
         if again is not None:
@@ -609,8 +608,8 @@ def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any
 
 def _direction(output: torch.Tensor, number: int, factor: float) -> torch.Tensor:
     """Returns random numbers for an output, the same in each call."""
-    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-    return (factor * noise).to(output.device, output.dtype)
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float32)
+    return noise.to(output.device, output.dtype).mul_(factor)
 
 
 def _summarize_gradients(

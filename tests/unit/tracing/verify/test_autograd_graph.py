@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.traced_models import Forward, x
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fxpipe import trace
 from fxpipe.tracing.verify import equivalence
@@ -57,16 +58,6 @@ def _overwritten() -> torch.Tensor:
     return z
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return gradient * 2
-
-
 def _written_slice() -> torch.Tensor:
     y = INPUT @ WEIGHT
     y[:, 0] *= 2
@@ -76,7 +67,8 @@ def _written_slice() -> torch.Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda: Twice.apply(WEIGHT),  # Python
+        lambda: checkpoint(torch.tanh, WEIGHT, use_reentrant=True),  # Python
+        lambda: checkpoint(torch.tanh, WEIGHT, use_reentrant=False),  # reading a saved value calls Python
         _overwritten,  # its backward raises
         _written_slice,  # the function of the written part is inside another one
         lambda: WEIGHT.as_strided((3,), (2,)),  # where the elements are depends on the strides of the input
@@ -98,11 +90,9 @@ def test_values_that_change_later_are_copied() -> None:
 def test_gradients_are_computed_only_where_graphs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
     summarize = equivalence._summarize_gradients
-    monkeypatch.setattr(
-        equivalence, "_summarize_gradients", lambda *args, **kwargs: computed.append(1) or summarize(*args, **kwargs)
-    )
+    monkeypatch.setattr(equivalence, "_summarize_gradients", lambda *a, **k: computed.append(1) or summarize(*a, **k))
     trace(Forward(lambda m, a: nn.functional.dropout(m.lin(a).tanh())), (x(),))
     assert not computed
-    trace(Forward(lambda m, a: Twice.apply(m.lin(a))), (x(),))
+    trace(Forward(lambda m, a: checkpoint(torch.tanh, m.lin(a), use_reentrant=False)), (x(),))
     trace(Forward(lambda m, a: m.lin(a)), (x(),), leaf_modules=[nn.Linear])  # it may put hooks on tensors
     assert len(computed) == 4
