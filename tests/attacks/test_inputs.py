@@ -8,20 +8,14 @@ import torch
 from helpers.compared_steps import WAYS, refusal_of
 from helpers.layered import Layered
 from helpers.oracle import closing
-from torch import nn
 
 import fxpipe
 
 WIDTH = 6
 
 
-class Asking(nn.Module):
+class Asking(Layered, first=WIDTH, last=WIDTH):
     """Two layers around what `ask(module, *inputs)` returns."""
-
-    def __init__(self, ask):
-        super().__init__()
-        self.ask = ask
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, *inputs):
         return self.last(self.ask(self, *inputs).relu())
@@ -95,23 +89,23 @@ TWICE = {
 @pytest.mark.parametrize("inputs", [steps(twice, two), steps(two, twice)], ids=["same_first", "two_first"])
 @pytest.mark.parametrize("name", TWICE)
 def test_the_same_tensor_twice(name, inputs):
-    assert refusal_of(lambda: Asking(TWICE[name]), inputs) == ""
+    assert refusal_of(lambda: Asking(ask=TWICE[name]), inputs) == ""
 
 
 @pytest.mark.parametrize("inputs", [steps(twice, two), steps(two, twice)], ids=["same_first", "two_first"])
 def test_writing_to_a_tensor_that_is_given_twice_is_refused(inputs):
-    assert "overlaps" in refusal_of(lambda: Asking(writes), inputs)
+    assert "overlaps" in refusal_of(lambda: Asking(ask=writes), inputs)
 
 
 @pytest.mark.parametrize("ask", [asks_is, skips_what_it_knows])
 @pytest.mark.parametrize("way", ["forward_backward", "train_stream"])
 def test_the_same_tensor_twice_in_other_ways(ask, way):
-    assert refusal_of(lambda: Asking(ask), steps(twice, two), way) == ""
+    assert refusal_of(lambda: Asking(ask=ask), steps(twice, two), way) == ""
 
 
 def test_the_gradient_of_a_tensor_that_is_given_twice():
     torch.manual_seed(0)
-    model = Asking(skips_what_it_knows)
+    model = Asking(ask=skips_what_it_knows)
     x, own = values(0).requires_grad_(), values(0).requires_grad_()
     model(own, own).sum().backward()
     with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2) as pipe:
@@ -126,16 +120,16 @@ def views_of_one(step):
 
 @pytest.mark.parametrize("ask", IN_MEMORY.values(), ids=IN_MEMORY)
 def test_memory_that_inputs_share_is_refused_where_forward_asks_for_it(ask):
-    assert "the memory of its inputs" in refusal_of(lambda: Asking(ask), steps(two, views_of_one))
+    assert "the memory of its inputs" in refusal_of(lambda: Asking(ask=ask), steps(two, views_of_one))
 
 
 def test_memory_that_inputs_share_is_right_where_forward_does_not_ask():
-    assert refusal_of(lambda: Asking(asks_is), steps(two, views_of_one)) == ""
+    assert refusal_of(lambda: Asking(ask=asks_is), steps(two, views_of_one)) == ""
 
 
 def test_in_dims_may_not_cut_one_tensor_in_two_ways():
     x = values(0)
-    pipe = fxpipe.pipeline(Asking(asks_is), ["cpu", "cpu"], chunks=2, in_dims=(0, None))
+    pipe = fxpipe.pipeline(Asking(ask=asks_is), ["cpu", "cpu"], chunks=2, in_dims=(0, None))
     with closing(pipe), pytest.raises(fxpipe.errors.ArgumentError, match=r"are the same tensor.*clone"):
         pipe(x, x)
 
@@ -173,7 +167,7 @@ def times(number):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_are_right_or_refused(name, other):
     for inputs in (steps(dense, LAID_OUT[other]), steps(LAID_OUT[other], dense)):
-        refusal = refusal_of(lambda: Asking(times(LAYOUTS[name])), inputs)
+        refusal = refusal_of(lambda: Asking(ask=times(LAYOUTS[name])), inputs)
         assert not refusal or "test_inputs.py:" in refusal or "differs from the model's" in refusal
 
 
@@ -186,7 +180,7 @@ def test_each_layout_has_its_graph(name, way):
         return (values(step, 4, 3, 2, WIDTH).to(memory_format=torch.channels_last),)
 
     inputs = steps(lambda step: (values(step, 4, 3, 2, WIDTH),), last)
-    assert refusal_of(lambda: Asking(times(LAYOUTS[name])), inputs, way) == ""
+    assert refusal_of(lambda: Asking(ask=times(LAYOUTS[name])), inputs, way) == ""
 
 
 def does_not_ask(module, x):
@@ -201,7 +195,7 @@ def makes_it_contiguous(module, x):
 @pytest.mark.parametrize("way", WAYS)
 def test_layouts_that_make_no_difference_are_right(ask, way):
     inputs = steps(dense, *(LAID_OUT[name] for name in ("transposed", "with gaps", "behind others")))
-    assert refusal_of(lambda: Asking(ask), inputs, way, steps=4) == ""
+    assert refusal_of(lambda: Asking(ask=ask), inputs, way, steps=4) == ""
 
 
 # -- the state of autograd and flags ----------------------------------------------------------------------------------
@@ -253,7 +247,7 @@ def test_questions_about_a_tensor_are_right_or_refused(name):
         return module.first(x.real if x.is_complex() else x) * (2 if question(x) else 1)
 
     for inputs in (steps(*kinds), steps(*reversed(kinds))):
-        refusal = refusal_of(lambda: Asking(ask), inputs)
+        refusal = refusal_of(lambda: Asking(ask=ask), inputs)
         assert not refusal or "test_inputs.py:" in refusal
 
 
@@ -269,7 +263,7 @@ def test_minus_zero_is_another_number(way):
     def ask(module, x, zero):
         return module.first(x) * math.copysign(1, zero)
 
-    assert refusal_of(lambda: Asking(ask), zeros(lambda zero: zero), way) == ""
+    assert refusal_of(lambda: Asking(ask=ask), zeros(lambda zero: zero), way) == ""
 
 
 ZEROS = {
@@ -292,7 +286,7 @@ def test_minus_zero_in_any_place(name):
         return module.first(x) * math.copysign(1, number(zero))
 
     options = {} if "list of a tensor" not in name else {"in_dims": (0, None)}
-    assert refusal_of(lambda: Asking(ask), zeros(make), **options) == ""
+    assert refusal_of(lambda: Asking(ask=ask), zeros(make), **options) == ""
 
 
 # -- functions --------------------------------------------------------------------------------------------------------
@@ -366,7 +360,7 @@ def test_functions_that_are_given(name):
         change(step)
         return values(step), FUNCTIONS[name](step)
 
-    assert refusal_of(lambda: Asking(lambda module, x, function: function(module.first(x))), inputs) == ""
+    assert refusal_of(lambda: Asking(ask=lambda module, x, function: function(module.first(x))), inputs) == ""
 
 
 @pytest.mark.parametrize("way", ["forward_backward", "micro_batches", "train_stream"])
@@ -374,7 +368,7 @@ def test_a_function_in_a_dict_in_other_ways(way):
     def inputs(step):
         return values(step), {"act": factor(step + 1)}
 
-    assert refusal_of(lambda: Asking(lambda module, x, given: given["act"](module.first(x))), inputs, way) == ""
+    assert refusal_of(lambda: Asking(ask=lambda module, x, given: given["act"](module.first(x))), inputs, way) == ""
 
 
 # -- outputs that are inputs ------------------------------------------------------------------------------------------

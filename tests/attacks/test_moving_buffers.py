@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.oracle import assert_same_gradients, assert_same_state
 from torch import nn
 from torch.ao.quantization import FakeQuantize, FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
@@ -13,13 +14,8 @@ from torch.ao.quantization import FakeQuantize, FusedMovingAvgObsFakeQuantize, M
 import fxpipe
 
 
-class Moving(nn.Module):
+class Moving(Layered):
     """A module with a buffer, and a function that moves it."""
-
-    def __init__(self, move: Any, start: torch.Tensor):
-        super().__init__()
-        self.move = move
-        self.register_buffer("state", start)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.move(self, x)
@@ -70,7 +66,7 @@ def around(layer: nn.Module) -> nn.Sequential:
 
 
 def hooked() -> nn.Module:
-    model = around(Moving(lambda module, x: x * module.state.clone(), torch.ones(8)))
+    model = around(Moving(move=lambda module, x: x * module.state.clone(), state=torch.ones(8)))
 
     def move(module: Any, args: Any, output: torch.Tensor) -> None:
         module.state.add_(output.detach().mean(0))
@@ -80,19 +76,19 @@ def hooked() -> nn.Module:
 
 
 def shared() -> nn.Module:
-    model = around(Moving(write_mean, torch.zeros(8)))
+    model = around(Moving(move=write_mean, state=torch.zeros(8)))
     return nn.Sequential(model, model[1], nn.Linear(8, 8))
 
 
 CASES: dict[str, Any] = {
-    "observer": lambda: around(Moving(observe, torch.ones(()))),
-    "counter": lambda: around(Moving(count, torch.zeros(()))),
-    "mean, set": lambda: around(Moving(assign_mean, torch.zeros(8))),
-    "mean, written": lambda: around(Moving(write_mean, torch.zeros(8))),
-    "a part": lambda: around(Moving(write_part, torch.zeros(8))),
-    "in evaluation only": lambda: around(Moving(move_in_evaluation_only, torch.zeros(8))),
-    "used before it moves": lambda: around(Moving(use_first, torch.zeros(8))),
-    "a table of sizes": lambda: around(Moving(keep_table, torch.zeros(8))),
+    "observer": lambda: around(Moving(move=observe, state=torch.ones(()))),
+    "counter": lambda: around(Moving(move=count, state=torch.zeros(()))),
+    "mean, set": lambda: around(Moving(move=assign_mean, state=torch.zeros(8))),
+    "mean, written": lambda: around(Moving(move=write_mean, state=torch.zeros(8))),
+    "a part": lambda: around(Moving(move=write_part, state=torch.zeros(8))),
+    "in evaluation only": lambda: around(Moving(move=move_in_evaluation_only, state=torch.zeros(8))),
+    "used before it moves": lambda: around(Moving(move=use_first, state=torch.zeros(8))),
+    "a table of sizes": lambda: around(Moving(move=keep_table, state=torch.zeros(8))),
     "a forward hook": hooked,
     "used twice": shared,
     "fake quantization": lambda: around(FakeQuantize(observer=MovingAverageMinMaxObserver)),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.oracle import assert_step
 from torch import nn
 
@@ -38,12 +39,8 @@ class Statistics:
 STATISTICS = Statistics()
 
 
-class Block(nn.Module):
+class Block(Layered, linear=4, statistics=Statistics):
     calls = 0
-
-    def __init__(self, act: Any) -> None:
-        super().__init__()
-        self.linear, self.act, self.statistics = nn.Linear(4, 4), act, Statistics()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.linear(x)
@@ -143,7 +140,7 @@ def _put_back() -> Iterator[None]:
 
 def _model(act: Any) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Block(act), nn.Linear(4, 4))
+    return nn.Sequential(Block(act=act), nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("effect", EFFECTS, ids=lambda effect: effect.__qualname__)
@@ -233,7 +230,7 @@ def test_what_the_garbage_collector_calls_is_not_of_forward() -> None:
     gc.callbacks.append(_count_collections)
     gc.set_threshold(1)
     try:
-        model = nn.Sequential(*(Block(lambda block, h: [{}, {}, {}]) for _ in range(2)))
+        model = nn.Sequential(*(Block(act=lambda block, h: [{}, {}, {}]) for _ in range(2)))
         with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe:
             for _ in range(3):
                 pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)

@@ -48,12 +48,8 @@ class Residual(nn.Module):
         return x
 
 
-class Block(nn.Module):
+class Block(Layered, layer=8):
     """A residual block; `put` has what it is given, what is inside of it and what it returns."""
-
-    def __init__(self, put: Any) -> None:
-        super().__init__()
-        self.put, self.layer = put, nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.layer(x).tanh()
@@ -63,15 +59,11 @@ class Block(nn.Module):
 
 
 def blocks(put: Any) -> Any:
-    return lambda: nn.Sequential(nn.Linear(8, 8), *(Block(put) for _ in range(3)))
+    return lambda: nn.Sequential(nn.Linear(8, 8), *(Block(put=put) for _ in range(3)))
 
 
-class Clamped(nn.Module):
+class Clamped(Layered, layer=8):
     """A layer whose input has a hook."""
-
-    def __init__(self, put: Any = hook) -> None:
-        super().__init__()
-        self.put, self.layer = put, nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.put(x)
@@ -83,7 +75,7 @@ class Around(nn.Module):
 
     def __init__(self, used_before: bool, put: Any = hook, distance: int = 1) -> None:
         super().__init__()
-        self.first, self.clamped, self.used_before = nn.Linear(8, 8), Clamped(put), used_before
+        self.first, self.clamped, self.used_before = nn.Linear(8, 8), Clamped(put=put), used_before
         self.middle = nn.Sequential(*(layer for _ in range(distance) for layer in (nn.Linear(8, 8), nn.Tanh())))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,12 +107,8 @@ def clamped(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class Leaf(nn.Module):
+class Leaf(Layered, first=8, second=8, last=8):
     """A leaf function that puts a hook on its argument."""
-
-    def __init__(self, used_before: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.last, self.used_before = *(nn.Linear(8, 8) for _ in range(3)), used_before
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x).tanh()
@@ -179,8 +167,8 @@ CASES: dict[str, Any] = {
     "input, used long after": (lambda: Around(False, distance=4), "right"),
     "node of an input, used before": (lambda: Around(True, on_node), "looks at a node of autograd"),
     "several, used before": (lambda: Around(True, on_several), "looks at a node of autograd"),
-    "leaf function, used before": (lambda: Leaf(True), PARTIAL),
-    "leaf function": (lambda: Leaf(False), "right"),
+    "leaf function, used before": (lambda: Leaf(used_before=True), PARTIAL),
+    "leaf function": (lambda: Leaf(used_before=False), "right"),
     "module hook": (with_module_hook("forward"), "right"),
     "module hook, input": (with_module_hook("pre"), PARTIAL),
 }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.devices import on_cpu, workers
+from helpers.layered import Layered
 from torch import nn
 
 import fxpipe
@@ -16,11 +17,7 @@ from fxpipe.errors import ArgumentError, FxpipeError, TraceError
 SCALES = {8: 2.0, 7: 3.0, 4: 5.0}
 
 
-class Model(nn.Module):
-    def __init__(self, middle: Callable[[torch.Tensor], torch.Tensor]):
-        super().__init__()
-        self.a, self.b, self.middle = nn.Linear(8, 8), nn.Linear(8, 8), middle
-
+class Model(Layered, a=8, b=8):
     def forward(self, x):
         return self.b(self.middle(self.a(x)))
 
@@ -53,7 +50,7 @@ def _step(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, An
 def test_any_mini_batch_is_the_models_or_refused_for_its_size(name: str) -> None:
     chunks = (2, 4)[[*FORWARDS].index(name) % 2]
     torch.manual_seed(0)
-    model = Model(FORWARDS[name])
+    model = Model(middle=FORWARDS[name])
     plain, right, refusals = copy.deepcopy(model), 0, list[str]()
     with fxpipe.pipeline(model, workers(2), chunks, profile_budget=0.0) as pipe:
         for samples, length in ((8, 12), *OTHERS):
@@ -72,7 +69,7 @@ def test_any_mini_batch_is_the_models_or_refused_for_its_size(name: str) -> None
 @pytest.mark.anywhere
 def test_a_later_graph_is_held_against_its_micro_batches() -> None:
     """Of (8, 7, 8) the largest is the batch, of a micro-batch of four samples it is not: another graph runs them."""
-    model = Model(FORWARDS["max"])
+    model = Model(middle=FORWARDS["max"])
     plain = copy.deepcopy(model)
     with fxpipe.pipeline(model, workers(2), 2, example_args=(torch.randn(8, 12, 8),), profile_budget=0.0) as pipe:
         x = torch.randn(8, 7, 8)
@@ -86,7 +83,7 @@ def test_a_later_graph_is_held_against_its_micro_batches() -> None:
 @pytest.mark.anywhere
 def test_a_size_of_the_last_micro_batch_is_asked_as_well() -> None:
     """Seven samples in four micro-batches are 2, 2, 2 and 1."""
-    model = Model(lambda y: y * 2 if y.shape[0] == 1 else y)
+    model = Model(middle=lambda y: y * 2 if y.shape[0] == 1 else y)
     plain = copy.deepcopy(model)
     with fxpipe.pipeline(model, workers(2), 4, example_args=(torch.randn(8, 3, 8),), profile_budget=0.0) as pipe:
         for samples in (7, 8, 1, 5):
@@ -111,12 +108,8 @@ NUMBERS: dict[str, Any] = {
 }
 
 
-class Cutting(nn.Module):
+class Cutting(Layered, before=6, after=6):
     """Treats the first samples in another way than the rest."""
-
-    def __init__(self, number: Any):
-        super().__init__()
-        self.before, self.after, self.number = nn.Linear(6, 6), nn.Linear(6, 6), number
 
     def forward(self, x):
         h, n = torch.tanh(self.before(x)), self.number(x)
@@ -126,7 +119,7 @@ class Cutting(nn.Module):
 @pytest.mark.parametrize("name", NUMBERS)
 def test_first_samples_are_right_or_refused_at_other_batch_sizes(name):
     torch.manual_seed(0)
-    model = Cutting(NUMBERS[name])
+    model = Cutting(number=NUMBERS[name])
     try:
         pipe = fxpipe.pipeline(
             copy.deepcopy(model),

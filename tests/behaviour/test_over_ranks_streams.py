@@ -413,12 +413,8 @@ class Bags(
         return self.norm(self.bag(ids))
 
 
-class OfFirst(nn.Module):
+class OfFirst(Layered, calls=lambda: 0):
     """A stage of the plain model, whose buffers change in every other call: in those for the first replica."""
-
-    def __init__(self, stage):
-        super().__init__()
-        self.stage, self.calls = stage, 0
 
     def forward(self, x):
         before, y = {name: buffer.clone() for name, buffer in self.stage.named_buffers()}, self.stage(x)
@@ -446,7 +442,7 @@ def bags(mesh):
 def test_sparse_gradients_are_summed_and_buffers_are_those_of_the_first_replica(four_ranks):
     results = four_ranks.run(bags)
     torch.manual_seed(0)
-    plain = nn.Sequential(OfFirst(Bags()), nn.Linear(WIDTH, WIDTH))
+    plain = nn.Sequential(OfFirst(stage=Bags()), nn.Linear(WIDTH, WIDTH))
     ids = torch.randint(0, 9, (5, 2, 4, 3), generator=torch.Generator().manual_seed(2))
     data = [(each.flatten(0, 1), torch.ones(8, WIDTH)) for each in ids]
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731

@@ -37,10 +37,6 @@ LOSSES: dict[str, Loss] = {
 
 
 class Trimming(Layered, embed=lambda: nn.Embedding(9, 8), body=8, head=(8, 9)):
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.loss = loss
-
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         ids = ids[:, : lengths.max()]
         mask = torch.arange(ids.shape[1])[None] < lengths[:, None]
@@ -49,7 +45,7 @@ class Trimming(Layered, embed=lambda: nn.Embedding(9, 8), body=8, head=(8, 9)):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_length_is_that_of_each_mini_batch(name: str) -> None:
-    model, ids = Trimming(LOSSES[name]), torch.randint(9, (4, 6))
+    model, ids = Trimming(loss=LOSSES[name]), torch.randint(9, (4, 6))
     plain, names = copy.deepcopy(model), [name for name, _ in model.named_parameters()]
     example = ids, torch.tensor([4, 4, 4, 4])  # no part of it is shorter
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=example, profile_budget=0.0) as pipe:

@@ -13,12 +13,8 @@ import fxpipe
 from fxpipe.errors import ArgumentTypeError, LossError, StateError
 
 
-class Blocks(nn.Module):
+class Blocks(Layered, a=(4, 6), between=nn.Tanh, b=(6, 3)):
     """Two layers with whatever stands between them."""
-
-    def __init__(self, between=None):
-        super().__init__()
-        self.a, self.between, self.b = nn.Linear(4, 6), between or nn.Tanh(), nn.Linear(6, 3)
 
     def forward(self, x):
         return {"logits": self.b(self.between(self.a(x)))}
@@ -77,7 +73,7 @@ class LeftOutByPython(Blocks):
         return {"logits": self.b(h if random.random() < 0.5 else self.between(h))}
 
 
-@pytest.mark.parametrize("model", [lambda: Blocks(nn.Sequential(LeftOut(), LeftOut())), LeftOutByPython])
+@pytest.mark.parametrize("model", [lambda: Blocks(between=nn.Sequential(LeftOut(), LeftOut())), LeftOutByPython])
 def test_layers_that_are_left_out_by_chance_are_left_out_of_the_plain_model_too(model):
     with piped(model(), 2, profile_budget=0.0) as pipe:
         for seed in range(4):
@@ -96,7 +92,7 @@ class DrawsBeforeAndBehind(Blocks):
 
 
 def test_draws_in_the_rest_of_a_forward_are_those_of_one_node():
-    with piped(DrawsBeforeAndBehind(nn.Sequential(nn.Linear(6, 6), nn.Dropout())), 2) as pipe:
+    with piped(DrawsBeforeAndBehind(between=nn.Sequential(nn.Linear(6, 6), nn.Dropout())), 2) as pipe:
         assert any("rest" in name for stage in pipe.plan.stages for name in stage.nodes)
         assert fxpipe.verify(pipe, batch()[0])
 
@@ -111,7 +107,7 @@ def test_draws_in_the_rest_of_a_forward_are_those_of_one_node():
 def test_losses_are_taken_as_forward_backward_takes_them(loss_fn, reduction):
     x, target = batch()
     for between in (nn.Tanh(), nn.Dropout(0.4)):
-        with piped(Blocks(between)) as pipe:
+        with piped(Blocks(between=between)) as pipe:
             assert fxpipe.verify(pipe, x, target=target, loss_fn=loss_fn, reduction=reduction)
 
 
@@ -140,7 +136,7 @@ def test_what_the_loss_uses_is_compared_and_put_back():
 def test_what_differs_over_micro_batches_is_compared_over_micro_batches(between, reason, has_loss):
     x, target = batch()
     more = {"target": target, "loss_fn": cross_entropy} if has_loss else {}
-    with piped(Blocks(between)) as pipe:
+    with piped(Blocks(between=between)) as pipe:
         report = fxpipe.verify(pipe, x, **more)
         assert report, report
         assert reason in report.reference
@@ -150,7 +146,7 @@ def test_what_differs_over_micro_batches_is_compared_over_micro_batches(between,
 
 
 def test_evaluation_is_compared_with_the_mini_batch():
-    with piped(Blocks(nn.BatchNorm1d(6))) as pipe:
+    with piped(Blocks(between=nn.BatchNorm1d(6))) as pipe:
         pipe.eval()
         report = fxpipe.verify(pipe, batch()[0])
         assert report
@@ -158,7 +154,7 @@ def test_evaluation_is_compared_with_the_mini_batch():
 
 
 def test_it_leaves_no_trace():
-    model = Blocks(nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.2)))
+    model = Blocks(between=nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.2)))
     x, target = batch()
     with piped(model) as pipe:
         pipe.forward_backward(x, target=target, loss_fn=cross_entropy)
@@ -218,7 +214,7 @@ CHANGES = {
 @pytest.mark.parametrize("part", CHANGES)
 def test_each_part_of_a_step_is_compared(part, spoiled):
     x, target = batch(8)
-    with piped(Blocks(nn.BatchNorm1d(6))) as pipe:
+    with piped(Blocks(between=nn.BatchNorm1d(6))) as pipe:
 
         def change(loss, outputs):
             if part == "output":

@@ -7,16 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe.optim import StageOptimizer
+from helpers.layered import Layered
 
 WIDTH = 5
 
 
-class Block(nn.Module):
+class Block(Layered, linear=WIDTH, norm=lambda: nn.LayerNorm(WIDTH), extra=lambda: None):
     """Adds a normed layer to its input; `extra` takes what comes of it."""
-
-    def __init__(self, extra: nn.Module | None = None):
-        super().__init__()
-        self.linear, self.norm, self.extra = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), extra
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.norm(torch.tanh(self.linear(x)))
@@ -25,7 +22,7 @@ class Block(nn.Module):
 
 def blocks(count: int, extra: Callable[[], nn.Module | None] = lambda: None) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(extra()) for _ in range(count)))
+    return nn.Sequential(*(Block(extra=extra()) for _ in range(count)))
 
 
 def batches(count: int, size: int = 6, seed: int = 1, fewer_in_last: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -47,12 +44,8 @@ class Stumbling(torch.optim.SGD):
         super().step()
 
 
-class Rows(nn.Module):
+class Rows(Layered, linear=WIDTH):
     """Another graph for inputs of three dimensions."""
-
-    def __init__(self, width: int = WIDTH):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x)) * x.shape[1] if x.dim() == 3 else torch.tanh(self.linear(x))

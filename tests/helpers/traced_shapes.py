@@ -3,25 +3,20 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from fxpipe import trace
 from fxpipe.tracing import Traced
 from fxpipe.tracing.node_info import info
+from helpers.layered import Layered
 
 
-class Forward(nn.Module):
-    def __init__(self, forward: Any):
-        super().__init__()
-        self.lin = nn.Linear(6, 6)
-        self.function = forward
-
+class Forward(Layered, lin=6):
     def forward(self, *args: Any) -> Any:
         return self.function(self.lin, *args)
 
 
 def traced(forward: Any, *args: Any, **options: Any) -> Traced:
-    return trace(Forward(forward), args or (torch.randn(4, 6),), **options)
+    return trace(Forward(function=forward), args or (torch.randn(4, 6),), **options)
 
 
 def shapes(result: Traced) -> list[str]:

@@ -120,17 +120,13 @@ ROUTES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Holding(nn.Module):
-    def __init__(self, use: Any):
-        super().__init__()
-        self.linear, self.use = nn.Linear(4, 4), use
-
+class Holding(Layered, linear=4):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.use(self.linear(x))
 
 
 def layer(apply: Any, use: Any) -> Holding:
-    return Holding(functools.partial(use, apply))
+    return Holding(use=functools.partial(use, apply))
 
 
 def assert_trains(plain: nn.Module, evaluates: bool = True, **options: Any) -> Any:
@@ -237,7 +233,7 @@ def write_under_no_grad(h: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_backwards_that_recorded_functions_explain_are_none(use: Any) -> None:
-    traced = assert_trains(nn.Sequential(Holding(use), nn.Linear(4, 4)), evaluates=False)
+    traced = assert_trains(nn.Sequential(Holding(use=use), nn.Linear(4, 4)), evaluates=False)
     assert not traced.whole
 
 
@@ -267,11 +263,7 @@ class Recomputing(Function):
         return found[0], None, *found[1:]
 
 
-class Reversible(nn.Module):
-    def __init__(self, gives_parameters: bool):
-        super().__init__()
-        self.blocks, self.gives_parameters = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), gives_parameters
-
+class Reversible(Layered, blocks=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(2))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Recomputing.apply(x, self.blocks, *(self.blocks.parameters() if self.gives_parameters else ()))
 
@@ -291,12 +283,8 @@ def test_one_that_returns_them_is_kept_whole() -> None:
     assert assert_trains(plain).whole.keys() == {"1"}
 
 
-class MakesALoss(nn.Module):
+class MakesALoss(Layered, a=4, b=4):
     """As vector quantizers do: a zero that asks for gradients, by either spelling."""
-
-    def __init__(self, by_attribute: bool):
-        super().__init__()
-        self.a, self.b, self.by_attribute = nn.Linear(4, 4), nn.Linear(4, 4), by_attribute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss = torch.zeros(1)
@@ -310,7 +298,7 @@ class MakesALoss(nn.Module):
 @pytest.mark.parametrize("by_attribute", [True, False])
 def test_a_constant_that_forward_asks_gradients_of_is_recorded(by_attribute: bool) -> None:
     """By the attribute it was not: 'requires grad in the model only'."""
-    traced = assert_trains(MakesALoss(by_attribute))
+    traced = assert_trains(MakesALoss(by_attribute=by_attribute))
     assert "requires_grad_" in {node.target for node in traced.nodes}
 
 
@@ -320,4 +308,4 @@ def test_a_tensor_of_an_old_constructor_is_computed_in_every_step() -> None:
     def scaled(h: torch.Tensor) -> torch.Tensor:
         return h * torch.FloatTensor([0.5]) + torch.FloatTensor([1.0]).requires_grad_()
 
-    assert_trains(nn.Sequential(Holding(scaled), nn.Linear(4, 4)))
+    assert_trains(nn.Sequential(Holding(use=scaled), nn.Linear(4, 4)))

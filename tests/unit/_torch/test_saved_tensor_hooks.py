@@ -222,11 +222,7 @@ def test_hooks_and_functions_are_told(checkpoint):
     assert Counter(told) + Counter(Telling.told) == Counter(want)
 
 
-class Calling(nn.Module):
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(5, 5), function
-
+class Calling(Layered, linear=5):
     def forward(self, x):
         return self.function(self.linear(x))
 
@@ -243,7 +239,7 @@ def test_only_the_thread_that_recomputes_is_told():
         return x * 1
 
     x, _ = _inputs()
-    with fxpipe.pipeline(Calling(ask), ["cpu"], CHUNKS, checkpoint="always") as pipe:
+    with fxpipe.pipeline(Calling(function=ask), ["cpu"], CHUNKS, checkpoint="always") as pipe:
         pipe(x).sum().backward()
     assert told == [False] * CHUNKS
     assert not fxpipe.is_recomputing()
@@ -261,7 +257,7 @@ def test_after_a_recompute_that_failed_nothing_recomputes():
 
     failing = True
     x, _ = _inputs()
-    with fxpipe.pipeline(Calling(fail), ["cpu"], CHUNKS, checkpoint="always", example_args=(x,)) as pipe:
+    with fxpipe.pipeline(Calling(function=fail), ["cpu"], CHUNKS, checkpoint="always", example_args=(x,)) as pipe:
         with pytest.raises(RuntimeError, match="at will"):
             pipe(x).sum().backward()
         told.clear()

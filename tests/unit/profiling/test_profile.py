@@ -563,15 +563,13 @@ def test_a_leaf_that_sleeps_costs_what_a_step_waits_for_it() -> None:
 
 
 def test_modules_kept_whole_with_other_settings_are_of_other_kinds() -> None:
-    class Sleeps(nn.Module):
-        def __init__(self, seconds: float):
-            super().__init__()
-            self.seconds = seconds
-
+    class Sleeps(Layered):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             time.sleep(self.seconds)
             return x * 2
 
-    traced = trace(nn.Sequential(Sleeps(0.0), Sleeps(0.02)), (torch.randn(4, 4),), leaf_modules=(Sleeps,))
+    traced = trace(
+        nn.Sequential(Sleeps(seconds=0.0), Sleeps(seconds=0.02)), (torch.randn(4, 4),), leaf_modules=(Sleeps,)
+    )
     costs = by_name(profile(traced, (torch.randn(4, 4),), budget=0.0))
     assert costs["_1_Sleeps"].forward.at(4) > 2 * costs["_0_Sleeps"].forward.at(4)

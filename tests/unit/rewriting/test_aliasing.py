@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from helpers.layered import Layered
-from torch import nn
 
 from fxpipe.rewriting.cut_points import Aliases, forbidden_cuts
 from fxpipe.tracing import trace
@@ -61,11 +60,7 @@ def test_a_cut_through_views_that_can_be_made_again_is_allowed() -> None:
 def test_what_may_be_a_copy_is_made_from_nothing() -> None:
     """For other strides, which another size may have, they copy."""
 
-    class Shared(nn.Module):
-        def __init__(self, share: Any) -> None:
-            super().__init__()
-            self.share = share
-
+    class Shared(Layered):
         def forward(self, h: torch.Tensor) -> Any:
             x = h * 2
             r = self.share(x)
@@ -73,7 +68,7 @@ def test_what_may_be_a_copy_is_made_from_nothing() -> None:
             return x, r * 1
 
     for share in (lambda x: x.reshape(x.shape[0], 2, 2), lambda x: x.contiguous()):
-        traced = trace(Shared(share), (torch.randn(6, 4),), chunks=2)
+        traced = trace(Shared(share=share), (torch.randn(6, 4),), chunks=2)
         x, r, *_ = (node for node in traced.nodes if node.op != "placeholder" and info(node).number is None)
         assert traced.effects.alias[x] == traced.effects.alias[r]
         assert Aliases(traced.effects).nearest_root([x, r]) is None

@@ -177,12 +177,7 @@ def test_a_forbidden_cut_is_refused_with_its_reason():
         fxpipe.pipeline(Counts(), ["cpu", "cpu"], 1, example_args=(torch.randn(3, 4),), balance=[2, 6])
 
 
-class Deep(nn.Module):
-    def __init__(self, depth):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(4))
-        self.depth = depth
-
+class Deep(Layered, weight=lambda: nn.Parameter(torch.eye(4))):
     def forward(self, x):
         x = x * 1
         first = x.view(-1)
@@ -193,7 +188,7 @@ class Deep(nn.Module):
 
 @pytest.mark.slow
 def test_a_graph_of_thousands_of_nodes_is_cut_in_seconds():
-    traced = trace(Deep(400), (torch.randn(2, 4),), out_dims=0)  # all samples are multiplied with a sum of them
+    traced = trace(Deep(depth=400), (torch.randn(2, 4),), out_dims=0)  # all samples are multiplied with a sum of them
     assert len(traced.nodes) > 2400
     start = time.process_time()
     assert forbidden_cuts(traced) == {}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.every_cut import EveryCut
+from helpers.layered import Layered
 from torch import _VF, nn
 from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint
@@ -497,11 +498,7 @@ def test_numbers_hang_neither_on_cut_nor_schedule_nor_recompute(name):
         model.check(starts, 3, *modes[number % len(modes)], seed=number)
 
 
-class Checkpoints(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin, self.masks = nn.Linear(6, 6), []
-
+class Checkpoints(Layered, lin=6, masks=lambda: []):
     def forward(self, h):
         return checkpoint(self.inner, h, use_reentrant=False)
 

@@ -300,11 +300,7 @@ def test_every_use_as_the_plain_model(uses, schedule, checkpoint):
 
 
 def test_transposed_weights_stay_with_b():
-    class Turned(nn.Module):
-        def __init__(self, function):
-            super().__init__()
-            self.w, self.function = nn.Parameter(torch.randn(6, 6) * 0.4), function
-
+    class Turned(Layered, w=lambda: nn.Parameter(torch.randn(6, 6) * 0.4)):
         def forward(self, x):
             return self.function(x, self.w)
 
@@ -319,7 +315,7 @@ def test_transposed_weights_stay_with_b():
         shared,
         lambda x, w: (x @ w.t()).tanh() @ w + w.mean(),
     ):
-        every = EverySplit(Turned(function), torch.randn(6, 6))
+        every = EverySplit(Turned(function=function), torch.randn(6, 6))
         assert every.split_parameters() == [set()]
         every.check((0,), 3, "1f1b")
 

@@ -75,11 +75,7 @@ class Bomb(torch.autograd.Function):
 Bomb.arm()
 
 
-class Block(nn.Module):
-    def __init__(self, number):
-        super().__init__()
-        self.number, self.linear, self.norm = number, nn.Linear(4, 4), nn.BatchNorm1d(4)
-
+class Block(Layered, linear=4, norm=lambda: nn.BatchNorm1d(4)):
     def forward(self, x, samples):
         x = F.dropout(self.norm(self.linear(x)), 0.2, self.training)
         x = Bomb.apply(x, samples, self.number)  # the user's line
@@ -89,7 +85,7 @@ class Block(nn.Module):
 SOURCE = Block.forward.__code__.co_firstlineno + 2
 
 
-class Model(Layered, blocks=lambda: nn.ModuleList(Block(k) for k in range(STAGES))):
+class Model(Layered, blocks=lambda: nn.ModuleList(Block(number=k) for k in range(STAGES))):
     def forward(self, x, samples):
         skip = x
         for block in self.blocks:

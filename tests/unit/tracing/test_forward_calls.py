@@ -83,19 +83,15 @@ def test_print_is_itself_again_where_planning_fails() -> None:
 GLOBAL, TABLE = random.Random(3), {"any": [np.random.default_rng(4)]}
 
 
-class Drops(nn.Module):
+class Drops(Layered, layer=4, rng=lambda: None):
     """A layer that is left out by lot, as in stochastic depth."""
-
-    def __init__(self, draw: Callable[[Any], float], held: Any = None):
-        super().__init__()
-        self.layer, self.draw, self.rng = nn.Linear(4, 4), draw, held
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x) if self.draw(self) < 0.5 else x * 2
 
 
 def model(draw: Callable[[Any], float], held: Any = None) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), Drops(draw, held))
+    return nn.Sequential(nn.Linear(4, 4), Drops(draw=draw, rng=held))
 
 
 CASES: dict[str, tuple[Callable[[Any], float], Callable[[], Any], str]] = {

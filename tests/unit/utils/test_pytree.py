@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.oracle import closing
-from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
@@ -226,13 +226,8 @@ class Cache:
         return self.layers[layer].update(keys)
 
 
-class Model(nn.Module):
+class Model(Layered, one=4, two=4):
     """Two layers; `forward` makes an output of them."""
-
-    def __init__(self, forward):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.made = forward
 
     def forward(self, *args, **kwargs):
         return self.made(self, *args, **kwargs)
@@ -243,7 +238,7 @@ def x(samples: int = 5) -> torch.Tensor:
 
 
 def pair_of(forward, **options):
-    model = Model(forward)
+    model = Model(made=forward)
     return closing(fxpipe.pipeline(copy.deepcopy(model), ["cpu", "cpu"], 2, **options)), model
 
 
@@ -327,7 +322,7 @@ def test_a_registered_output_goes_by_its_own_functions():
 
 
 def test_a_device_in_the_output_is_that_of_the_outputs():
-    traced = fxpipe.trace(Model(cached), (x(),))
+    traced = fxpipe.trace(Model(made=cached), (x(),))
     last = torch.device("cuda", 1)
     outputs = split_into_stages(traced, (0, 2), [x().device, last]).outputs
     assert [o.value for o in outputs if isinstance(o, ConstantOutput)].count(last) == 2
@@ -341,14 +336,14 @@ def test_an_output_that_holds_itself_is_refused():
         return cache
 
     with pytest.raises(TraceError, match=r"the model returns .* a Cache holds itself .*owner"):
-        fxpipe.trace(Model(forward), (x(),))
+        fxpipe.trace(Model(made=forward), (x(),))
 
 
 def test_out_dims_as_the_output_is():
     def forward(model, x):
         return Plain(model.one(x).sum(0), {"y": [model.two(x).T, model.two(x).mean()]})
 
-    model = Model(forward)
+    model = Model(made=forward)
     for out_dims in (Plain("sum", {"y": [1, "mean"]}), Plain("sum", {"y": [-1, "mean"]})):
         found = fxpipe.trace(model, (x(),), out_dims=out_dims).out_dims
         assert [dim for dim in found if dim is not None] == ["sum", 1, "mean"]
@@ -503,7 +498,7 @@ def test_an_object_that_forward_fills_is_refused_and_stays_as_it_was(fails):
     with pytest.raises(
         RuntimeError if fails else TraceError, match="shapes" if fails else r"forward changes args\[1\]"
     ):
-        fxpipe.trace(Model(forward), (x(), cache))
+        fxpipe.trace(Model(made=forward), (x(), cache))
     assert cache.layers == []
     assert cache.by_name == {}
 
@@ -511,7 +506,7 @@ def test_an_object_that_forward_fills_is_refused_and_stays_as_it_was(fails):
 def test_objects_that_hold_tensors_are_refused_as_inputs():
     for given in (Options(inner=[{"h": x()}]), {x()}):
         with pytest.raises(ArgumentError, match=r"input options.*holds tensors.*dataclasses, or register"):
-            fxpipe.trace(Model(lambda m, x, options: m.one(x)), (x(),), {"options": given})
+            fxpipe.trace(Model(made=lambda m, x, options: m.one(x)), (x(),), {"options": given})
 
 
 def test_a_function_may_hold_tensors():

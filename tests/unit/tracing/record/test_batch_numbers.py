@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layered import Layered
 from helpers.oracle import assert_step
 from helpers.traced_models import Forward, is_graph_of
 from torch import nn
@@ -142,12 +143,8 @@ def test_loop_over_the_samples(name):
     assert "use a tensor function over the batch, or keep the Python whole (leaf_modules=" in str(e.value)
 
 
-class Looping(nn.Module):
+class Looping(Layered, before=6, after=6):
     """Goes over the samples, in ways that its last node and its first differ by."""
-
-    def __init__(self, forward: Any):
-        super().__init__()
-        self.before, self.inner, self.after = nn.Linear(6, 6), make_model(forward), nn.Linear(6, 6)
 
     def forward(self, x):
         return self.after(self.inner(self.before(x)))
@@ -161,7 +158,7 @@ def _one_by_one(m, x):
 
 @pytest.mark.parametrize("name", [*list(LOOPS)[:-1], "one by one"])
 def test_module_that_goes_over_the_samples_is_kept_whole(name):
-    model = Looping(LOOPS.get(name, _one_by_one))
+    model = Looping(inner=make_model(LOOPS.get(name, _one_by_one)))
     with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, T, 6),)) as pipe:
         assert "module 'inner' is kept whole" in pipe.plan.why[0]
         for size in SIZES:

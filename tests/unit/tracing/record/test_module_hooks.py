@@ -26,11 +26,7 @@ class Block(Layered, lin=6):
         return self.lin(x).tanh() * scale
 
 
-class Model(nn.Module):
-    def __init__(self, block: nn.Module | None = None):
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(6, 6), block or Block(), nn.Linear(6, 6)
-
+class Model(Layered, first=6, block=Block, last=6):
     def forward(self, x):
         h = self.first(x)
         return self.last(self.block(h, scale=2.0) if isinstance(self.block, Block) else self.block(h))
@@ -119,7 +115,7 @@ def test_a_module_goes_on_with_what_its_own_hook_keeps():
             self.lin(x)
             return self.kept.pop(x.device).tanh() * scale
 
-    model = Model(Keeps())
+    model = Model(block=Keeps())
     model.block.kept = {}
     model.block.lin.register_forward_hook(model.block.keep)
     plain = copy.deepcopy(model)
@@ -203,7 +199,7 @@ def test_a_hook_put_on_by_forward_is_refused():
                 self.lin.register_forward_hook(_doubled)
             return super().forward(x, scale=scale)
 
-    model = Model(Lazy())
+    model = Model(block=Lazy())
     with pytest.raises(TraceError, match="_forward_hooks"):
         trace(model, (x(),))
     assert not model.block.lin._forward_hooks
@@ -324,7 +320,7 @@ def test_hooks_of_torch_are_part_of_the_computation(wrap, is_model):
     def make() -> nn.Module:
         torch.manual_seed(1)
         wrapped = wrap(nn.Linear(6, 6))
-        return wrapped if is_model else Model(wrapped)
+        return wrapped if is_model else Model(block=wrapped)
 
     model, plain = make(), make()
     model.eval()

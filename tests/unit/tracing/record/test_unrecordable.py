@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layered import Layered
 from helpers.traced_models import Forward, x
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -32,11 +33,7 @@ from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.traced import Traced
 
 
-class Outer(nn.Module):
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
+class Outer(Layered):
     def forward(self, x: Any) -> Any:
         return self.inner(x)
 
@@ -50,7 +47,7 @@ def recorded(model: nn.Module, *args: Any) -> Traced:
 
 def refusal(forward: Any, **held: Any) -> CannotRecord:
     with pytest.raises(CannotRecord) as caught:
-        recorded(Outer(Forward(forward, **held)), x())
+        recorded(Outer(inner=Forward(forward, **held)), x())
     return caught.value
 
 
@@ -236,7 +233,7 @@ def test_state_that_a_graph_cannot_carry(name):
     if "random numbers" in message:
         assert error.modules == {"inner"}
         return
-    model = Outer(Forward(forward, **held))
+    model = Outer(inner=Forward(forward, **held))
     if name in ("new attribute", "private dict"):  # which the first call makes, and no later one changes
         trace(model, (x(),))
         assert getattr(model.inner, "size", 6) == 6
@@ -291,7 +288,7 @@ MODELS: dict[str, tuple[Any, str]] = {
 def test_models_that_cannot_be_recorded(name):
     make, message = MODELS[name]
     with pytest.raises(TraceError, match=r"Outer cannot be traced as it is") as caught:
-        trace(Outer(make()), (x(),))
+        trace(Outer(inner=make()), (x(),))
     assert _matches(message, str(caught.value)), caught.value
 
 
@@ -304,7 +301,7 @@ def test_everything_that_is_wrong_is_said_at_once():
 def test_unknown_containers():
     for holder in (lambda y: {y}, lambda y: lambda: y, lambda y: functools.partial(torch.add, y), lambda y: y.relu):
         with pytest.raises(TraceError, match=r"that holds tensors.*register_pytree_node"):
-            record(Outer(Forward(lambda m, x, holder=holder: (m.lin(x), holder(m.lin(x))))), (x(),), {})
+            record(Outer(inner=Forward(lambda m, x, holder=holder: (m.lin(x), holder(m.lin(x))))), (x(),), {})
 
 
 def test_sparse_inputs_are_refused():
@@ -322,7 +319,7 @@ def _raise(m, x):
 
 def test_what_the_model_raises_itself_gets_a_note():
     with pytest.raises(OwnError) as caught:
-        trace(Outer(Forward(_raise)), (x(),))
+        trace(Outer(inner=Forward(_raise)), (x(),))
     assert not isinstance(caught.value, FxpipeError)
     assert "fxpipe: the model raised this in module 'inner' when it was run on the inputs to trace it" in (
         caught.value.__notes__
@@ -345,7 +342,7 @@ def test_the_error_names_the_module():
         return _elsewhere_with_grad * torch.vmap(m.lin)(x)
 
     with pytest.raises(TraceError) as caught:
-        trace(Outer(Forward(forward)), (x(),))
+        trace(Outer(inner=Forward(forward)), (x(),))
     said = str(caught.value)
     assert "the model in module 'inner' runs vmap, kept whole, which uses 'inner.lin.bias'" in said
     assert "further on: the model in module 'inner' runs Forward, kept whole, which uses a tensor of its own" in said

@@ -175,7 +175,7 @@ def test_what_real_runs_raise_is_told():
 
 def opaque(forward: Any, *args: Any) -> Traced:
     """Traced with every autograd.Function opaque: nobody runs it on fake tensors."""
-    model = Forward(forward)
+    model = Forward(function=forward)
     result = record(model, args, {})
     for node in result.nodes:
         if node.name.startswith("Real"):

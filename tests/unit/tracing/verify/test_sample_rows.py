@@ -27,11 +27,7 @@ class Head(nn.Module):
         return self.after(self.head(self.before(self.lin(x))))
 
 
-class Sorting(nn.Module):
-    def __init__(self, descending=False):
-        super().__init__()
-        self.head, self.descending = nn.Linear(6, 9), descending
-
+class Sorting(Layered, head=(6, 9), descending=lambda: False):
     def forward(self, x, keys):
         return self.head(x[keys.argsort(stable=True, descending=self.descending)])
 
@@ -40,7 +36,7 @@ class Sorting(nn.Module):
 def test_rows_that_are_sorted_where_samples_are_in_order_already(samples, descending):
     keys = torch.randn(samples).sort(descending=descending).values
     with pytest.raises(ArgumentError, match="samples act on each other"):
-        fxpipe.trace(Sorting(descending), (torch.randn(samples, 5, 6), keys))
+        fxpipe.trace(Sorting(descending=descending), (torch.randn(samples, 5, 6), keys))
 
 
 @pytest.mark.parametrize("keys", [[0, 0, 1, 0], [0, 1, 1, 0], [0, 1, 1], [0, 0, 1]])
