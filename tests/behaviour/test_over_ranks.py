@@ -13,6 +13,7 @@ from helpers.rank_models import (
     MIXED_CUTS,
     Dense,
     Mixed,
+    Tied,
     assert_parts,
     matching_loss,
     padded_loss,
@@ -66,17 +67,6 @@ def step_of_stages_on_rank(mesh):
             fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, overlap=True)
         state = step.state_dict()
         return {key: value.clone() for key, value in pipe.state_dict().items()}, len(state["state"])
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(F.gelu(self.a(x)))
 
 
 def test_each_rank_steps_its_own_parameters_and_a_tied_weight_alike(two_ranks):

@@ -43,6 +43,19 @@ class Dense(Layered, blocks=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range
         return sum(value * (k + 1) for k, value in enumerate(values[1:]))
 
 
+class Tied(nn.Module):
+    """A weight of both ranks, whose gradients both send at once."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x)) * x)
+
+
 def token_loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out.flatten(0, 1), target.flatten())
 

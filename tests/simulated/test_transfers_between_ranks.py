@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import devices
 from helpers.planted import with_fault
-from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, token_loss, tokens
+from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, Tied, token_loss, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -43,19 +43,6 @@ class Chain(nn.Sequential):
 
     def __init__(self):
         super().__init__(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(8)))
-
-
-class Tied(nn.Module):
-    """A weight of both ranks, whose gradients both send at once."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(F.gelu(self.a(x)) * x)
 
 
 def trained(placement, kind, cuts, is_over_ranks, options):
