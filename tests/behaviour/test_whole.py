@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import operator
-import pickle
 import random
 import re
 import threading
@@ -417,11 +416,14 @@ def assert_followed(model, plain, changes, **options):
 def test_attributes_set_after_planning_are_followed(is_whole):
     def forward(m, x):
         x = F.dropout(m.act(m.lin(x)), m.p) * m.options.scale * m.scales[0] * m.by_name["a"][0]
+        for part in m.parts:
+            x = part(x)
         x = x if m.training else x * 3
         return x if m.extra is None else x + m.extra
 
-    inner = Inner(forward, p=0.0, options=Options(1.0), scales=[1.0], extra=None, act=F.relu, by_name={"a": (1.0,)})
-    model = Model(inner)
+    parts = [nn.LeakyReLU(0.1), nn.Dropout(1.0).eval()]
+    held: dict[str, Any] = {"scales": [1.0], "extra": None, "act": F.relu, "by_name": {"a": (1.0,)}, "parts": parts}
+    model = Model(Inner(forward, p=0.0, options=Options(1.0), **held))
     plain = copy.deepcopy(model)
 
     changes: list[Any] = [
@@ -439,27 +441,13 @@ def test_attributes_set_after_planning_are_followed(is_whole):
         lambda m: setattr(m, "extra", torch.ones(6)),
         lambda m: setattr(m, "act", torch.tanh),
         lambda m: m.by_name.update(a=(0.9,)),
+        lambda m: setattr(m.parts[0], "negative_slope", 0.7),
+        lambda m: m.parts[1].train(),
+        lambda m: operator.setitem(m.parts, 1, nn.Tanh()),
+        lambda m: m.parts.reverse(),
     ]
     own = [lambda m, change=change: change(m.inner) for change in changes]
     assert_followed(model, plain, own, leaf_modules=["inner"] if is_whole else [])
-
-
-def test_modules_in_plain_lists_are_followed():
-    def forward(m, x):
-        for part in m.parts:
-            x = part(m.lin(x))
-        return x
-
-    model = Model(Inner(forward, parts=[nn.LeakyReLU(0.1), nn.Dropout(1.0).eval()]))
-    plain = copy.deepcopy(model)
-    changes: list[Any] = [
-        lambda parts: None,
-        lambda parts: setattr(parts[0], "negative_slope", 0.7),
-        lambda parts: parts[1].train(),
-        lambda parts: operator.setitem(parts, 1, nn.Tanh()),
-        lambda parts: parts.reverse(),
-    ]
-    assert_followed(model, plain, [lambda m, change=change: change(m.inner.parts) for change in changes])
 
 
 class Seldom(Layered, norm=lambda: nn.BatchNorm1d(6), count=lambda: torch.ones(()), sum=lambda: torch.ones(())):
@@ -502,11 +490,7 @@ class Unique(nn.Module):
         return self.lin(inside).tanh()
 
 
-class Calls(nn.Module):
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
+class Calls(Layered):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(4):
             x = self.inner(x) * 2
@@ -515,7 +499,7 @@ class Calls(nn.Module):
 
 @pytest.mark.anywhere
 def test_what_cannot_be_copied_runs_in_one_stage_at_a_time():
-    model, plain = Calls(Unique()), Calls(Unique())
+    model, plain = Calls(inner=Unique()), Calls(inner=Unique())
     plain.load_state_dict(model.state_dict())
     with pipe_of(model, chunks=6, balance=[6, 6]) as pipe:
         for one_pass in (False, True, False, True):
@@ -546,17 +530,6 @@ def test_a_parameter_replaced_or_frozen_after_planning_is_followed():
         lambda m: setattr(m, "inner", copy.deepcopy(other)),
     ]
     assert_followed(model, plain, changes)
-
-
-def test_deepcopy_pickle_and_state_dict():
-    model = Model(Inner())
-    with pipe_of(model) as pipe:
-        pipe(x()).sum().backward()
-        assert [*pipe.state_dict()] == [*model.state_dict()] == [*Model(Inner()).state_dict()]
-        for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-            with closing(other):
-                assert_step(other, copy.deepcopy(model), x())
-                assert all(p is not q for p, q in zip(other.parameters(), model.parameters(), strict=True))
 
 
 def test_nothing_of_a_step_stays_alive():
@@ -707,18 +680,14 @@ class LayerDrop(Layered, one=6, two=6, three=6):
         return {"last": x, "states": tuple(states)}
 
 
-class Reads(nn.Module):
-    def __init__(self, read):
-        super().__init__()
-        self.first, self.inner, self.read = nn.Linear(6, 6), LayerDrop(), read
-
+class Reads(Layered, first=6, inner=LayerDrop):
     def forward(self, x):
         result = self.inner(self.first(x))
         return self.read(result["last"], result["states"])
 
 
 def test_a_tuple_that_nobody_reads_may_have_another_length_in_each_call():
-    model = Reads(lambda last, states: last * 2 if states is not None else last)
+    model = Reads(read=lambda last, states: last * 2 if states is not None else last)
     plain = copy.deepcopy(model)
     with pipe_of(model, chunks=2, example_args=(x(),)) as pipe:
         for seed in range(4):
@@ -740,7 +709,7 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_tuple_that_forward_reads_keeps_its_length(name):
-    model = Reads(READERS[name])
+    model = Reads(read=READERS[name])
     model.inner.probability = 0.0
     with pipe_of(model, chunks=2, example_args=(x(),)) as pipe:
         assert fxpipe.verify(pipe, x())
@@ -809,10 +778,6 @@ class MaskedByLayerDecision(MaskedByDecision):
 
 
 class Named(Layered, tail=6):
-    def __init__(self, kind):
-        super().__init__()
-        self.inner = kind()
-
     def forward(self, x):
         return self.tail(self.inner(x))
 
@@ -820,12 +785,12 @@ class Named(Layered, tail=6):
 @pytest.mark.parametrize(
     ("model", "whole"),
     [
-        pytest.param(lambda: Named(Masked), "inner._masked", id="inside"),
+        pytest.param(lambda: Named(inner=Masked()), "inner._masked", id="inside"),
         pytest.param(Masked, "_masked", id="the model's own"),
-        pytest.param(lambda: Named(MaskedByCount), "inner._masked", id="values"),
-        pytest.param(lambda: Named(MaskedByLayer), "inner", id="of modules"),
-        pytest.param(lambda: Named(MaskedByStatic), "inner", id="static"),
-        pytest.param(lambda: Named(MaskedByLayerDecision), "inner", id="none"),
+        pytest.param(lambda: Named(inner=MaskedByCount()), "inner._masked", id="values"),
+        pytest.param(lambda: Named(inner=MaskedByLayer()), "inner", id="of modules"),
+        pytest.param(lambda: Named(inner=MaskedByStatic()), "inner", id="static"),
+        pytest.param(lambda: Named(inner=MaskedByLayerDecision()), "inner", id="none"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:module .inner. is one node")
@@ -843,7 +808,7 @@ def test_a_method_of_a_large_module_is_kept_whole_in_its_place(model, whole):
 
 def test_a_method_that_returns_no_tensor_decides_in_each_micro_batch():
     torch.manual_seed(1)
-    model = Named(MaskedByDecision).eval()
+    model = Named(inner=MaskedByDecision()).eval()
     rows, first = x(), model.inner.one
     ways = [model.tail(h) for h in (first(rows).sin(), model.inner.two(first(rows).sin()))]
     with closing(fxpipe.pipeline(model, workers(2), 2, example_args=(rows,))) as pipe, torch.no_grad():
@@ -871,7 +836,7 @@ def test_a_method_that_changes_later_is_the_one_that_runs(name):
         part = 2
         _masked, _count = Masked._masked, lambda m, x: x.shape[0] // m.part
 
-    with closing(fxpipe.pipeline(Named(Own), workers(2), 2, example_args=(x(),))) as pipe:
+    with closing(fxpipe.pipeline(Named(inner=Own()), workers(2), 2, example_args=(x(),))) as pipe:
         CHANGES[name](fxpipe.unwrap(pipe).inner)
         assert fxpipe.verify(pipe, x())
         assert pipe.plan.whole
@@ -892,11 +857,7 @@ def outside(values: torch.Tensor) -> torch.Tensor:
     return _outside(values)
 
 
-class Routing(Layered, first=6, last=6):
-    def __init__(self, function: Any = None):
-        super().__init__()
-        self.function = function
-
+class Routing(Layered, first=6, last=6, function=lambda: None):
     def forward(self, x):
         h = self.first(x)
         if self.function is not None:
@@ -931,7 +892,7 @@ def test_leaf_functions_in_a_module_kept_whole_are_part_of_it():
 
 def test_leaf_functions_that_use_what_they_are_not_given_are_refused():
     with pytest.raises(TraceError, match="outside, kept whole, which uses a tensor of its own from outside"):
-        fxpipe.trace(Routing(outside), (x(),))
+        fxpipe.trace(Routing(function=outside), (x(),))
 
 
 def test_another_thread_calls_leaf_functions_as_they_are():
@@ -953,7 +914,7 @@ def test_another_thread_calls_leaf_functions_as_they_are():
 
     thread = threading.Thread(target=other)
     thread.start()
-    traced = fxpipe.trace(Routing(waiting), (x(),))
+    traced = fxpipe.trace(Routing(function=waiting), (x(),))
     thread.join()
     assert torch.equal(found[0], torch.ones(2, 2))
     assert not [n for n in traced.nodes if "route" in n.name]

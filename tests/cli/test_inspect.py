@@ -12,7 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers.cases import each_once
 from helpers.inspected import MIB, make_plan, refusal
 from torch import nn
 
@@ -371,18 +370,3 @@ def test_command_prints_a_plan(model_file: Path) -> None:
     assert done.stdout.startswith("2 stages, 4 micro-batches of at most 2 samples\n")
     assert "step " in done.stdout
     assert "the model says something" not in done.stdout
-
-
-@pytest.mark.parametrize(("schedule", "checkpoint"), each_once(["gpipe", "1f1b"], ["never", "except_last", "always"]))
-def test_document_of_a_real_plan(
-    schedule: str, checkpoint: str, model_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--schedule", schedule, "--checkpoint", checkpoint, "--chunks", "2", "--devices", "cpu,cpu,cpu"]
-    assert main([f"{model_file}:make_net", "--input", f"{model_file}:dict_inputs", *options, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["schedule"], document["checkpoint"], document["chunks"]) == (schedule, checkpoint, 2)
-    assert [stage["index"] for stage in document["stages"]] == [0, 1, 2]
-    assert all(stage["nodes"] and stage["forward_seconds"] > 0 for stage in document["stages"])
-    parameters = 4 * (2 * 16 + 2 * (16 * 16 + 16) + 16 * 4 + 4)
-    assert document["totals"]["parameter_bytes"] == parameters
-    assert 0 < document["totals"]["bubble"] < 1

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from helpers.forked_scripts import ForkServer
 from helpers.layered import Layered
-from helpers.oracle import assert_step
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -631,30 +630,3 @@ def test_a_fork_after_use_or_while_another_thread_is_at_work(run_script, place):
         """
     )
     assert ran.returncode == 0, ran.stderr
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.outer.weight = self.inner.weight
-
-    def forward(self, x):
-        return self.outer(self.inner(x).relu())
-
-
-def test_parameters_may_be_untied_tied_and_replaced_after_planning():
-    model, x = Tied(), torch.randn(4, 6)
-
-    def compare(graphs: int) -> None:
-        assert_step(pipe, copy.deepcopy(model), x)
-        assert len(pipe._fxpipe.graphs) == graphs
-
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
-        compare(1)
-        model.outer.weight = nn.Parameter(torch.randn(6, 6))
-        compare(2)
-        model.outer.weight = model.inner.weight
-        compare(2)
-        model.outer.weight, model.outer.bias = nn.Parameter(torch.randn(3, 6)), nn.Parameter(torch.randn(3))
-        compare(3)

@@ -539,25 +539,6 @@ def test_what_was_made_of_a_parameter_before_the_step_belongs_to_all_micro_batch
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-class Several(Layered, a=4, b=(4, 3), c=(4, 2)):
-    def forward(self, x):
-        h = self.a(x).tanh()
-        return {"b": self.b(h), "rest": (self.c(h), h, h.detach(), None, 3)}
-
-
-def test_several_outputs_and_targets():
-    def loss_fn(out, t):
-        loss = F.mse_loss(out["b"], t["b"]) + F.cross_entropy(out["rest"][0], t["c"][0]) * t["c"][1]
-        return loss + (out["rest"][1] * out["rest"][2]).mean()
-
-    model = Several().double()
-    plain, x = copy.deepcopy(model), torch.randn(7, 4).double()
-    target = {"b": torch.randn(7, 3).double(), "c": (torch.randint(0, 2, (7,)), 0.5)}
-    with pipe_of(model) as pipe:
-        for _ in range(2):
-            assert_equal_step(pipe, plain, (x,), target, loss_fn, loss_fn)
-
-
 # -- a loss that depends on nothing ------------------------------------------------------------------------------------
 
 

@@ -177,15 +177,17 @@ def test_losses_are_taken_in_the_order_of_the_stream(seed, schedule):
         assert train(pipe, data, StageOptimizer(pipe, torch.optim.SGD, lr=0.0), noisy)[1] == results[0][0]
 
 
-def test_a_learning_rate_that_changes_in_the_loop_is_that_of_the_last_mini_batch_of_a_round():
-    plain, data, replicas = blocks(2), batches(13), (2, 1)
+@pytest.mark.parametrize(("replicas", "in_flight"), [((1, 1), 4), ((2, 1), 7)])
+def test_a_learning_rate_that_changes_in_the_loop_is_that_of_the_last_mini_batch_of_a_round(replicas, in_flight):
+    """Of mini-batches that are read from then on: some are in flight when the first loss comes."""
+    plain, data = blocks(2), batches(13)
     with piped(copy.deepcopy(plain), replicas) as pipe:
         optimizer = sgd(pipe)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         for _loss in pipe.train_stream(data, loss_fn=F.mse_loss, optimizer=optimizer):
             scheduler.step()
-        rates = [0.1 * 0.5 ** max(0, t - 6) for t in range(13)]  # seven are in flight when the first loss comes
-        of_stages = iter(([*rates[1::2], rates[12]], rates))
+        rates = [0.1 * 0.5 ** max(0, t - in_flight + 1) for t in range(13)]
+        of_stages = iter(([*rates[1::2], rates[12]] if replicas == (2, 1) else rates, rates))
 
         def with_rates(parameters):
             own, optimizer = iter(next(of_stages)), momentum(parameters)
@@ -199,13 +201,16 @@ def test_a_learning_rate_that_changes_in_the_loop_is_that_of_the_last_mini_batch
 # -- Ends ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 4])
-def test_a_stream_that_ends_within_a_round_is_updated_by_the_mean_of_what_came(count):
-    plain, data, replicas = blocks(2), batches(count) if count else [], (3, 2)
+@pytest.mark.parametrize(
+    ("replicas", "count"), [*(((3, 2), n) for n in (0, 1, 2, 4)), ((1, 1, 1, 1), 1), ((1, 1, 1, 1), 2)]
+)
+def test_a_stream_that_ends_within_a_round_is_updated_by_the_mean_of_what_came(replicas, count):
+    """Also with too few mini-batches to fill the stages."""
+    plain, data = blocks(len(replicas)), batches(count) if count else []
     with piped(copy.deepcopy(plain), replicas) as pipe:
         stream, losses = train(pipe, iter(data))
         assert len(losses) == count
-        assert stream.applied == ((count,) * 2 if count else ())
+        assert stream.applied == ((count,) * len(replicas) if count else ())
         delayed(plain, data, replicas)
         assert_same(pipe, plain)
 
