@@ -106,7 +106,7 @@ RUNTIME = (
         "pipe/train_stream.py",
         "nullcontext() if stream is None else stream.at_rest()",
         "nullcontext()",
-        "behaviour/test_pipedream.py::test_another_shape_waits_for_those_before_it_to_end",
+        "unit/runtime/test_stream_replicas.py::test_another_shape_ends_the_rounds_before_it",
     ),
     Mutant(
         "partitioning/optimal.py",

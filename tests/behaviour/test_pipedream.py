@@ -14,7 +14,7 @@ from helpers import oracle
 from helpers.delayed_updates import RULES, train_delayed
 from helpers.layered import Layered
 from helpers.paths import ROOT, module_at
-from helpers.residual_blocks import WIDTH, Rows, Stumbling, assert_same, batches, blocks, momentum, sgd, train
+from helpers.residual_blocks import WIDTH, Stumbling, assert_same, batches, blocks, momentum, sgd, train
 from torch import nn
 
 import fxpipe
@@ -184,24 +184,6 @@ def test_losses_before_a_mini_batch_that_cannot_be_read_come_first(shared):
             next(stream)
         assert "raised for mini-batch 3 of the stream; the 3 before it have been applied" in caught.value.__notes__[0]
         delayed(plain, batches(3))
-        assert_same(pipe, plain)
-
-
-def test_another_shape_waits_for_those_before_it_to_end():
-    """It needs another graph: versions begin anew, as in a stream of its own."""
-
-    torch.manual_seed(0)
-    plain = nn.Sequential(Rows(), Rows())
-    short, long = batches(3), [(torch.randn(6, 2, WIDTH), torch.randn(6, 2, WIDTH)) for _ in range(3)]
-    with piped(copy.deepcopy(plain), 2) as pipe:
-        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
-        _, losses = train(pipe, [*short, *long, *short], optimizer)
-        want = []
-        for part in (short, long, short):
-            want += train_delayed([*plain], part, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), RULES["stashing"])[
-                0
-            ]
-        assert torch.equal(torch.stack(losses), torch.stack(want))
         assert_same(pipe, plain)
 
 

@@ -215,11 +215,11 @@ def test_a_stream_that_ends_within_a_round_is_updated_by_the_mean_of_what_came(r
         assert_same(pipe, plain)
 
 
-def test_another_shape_ends_the_rounds_before_it():
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 3)])
+def test_another_shape_ends_the_rounds_before_it(replicas):
     """In the middle of a round: then turns of replicas and rounds do not begin together any more."""
-
     torch.manual_seed(0)
-    plain, replicas = nn.Sequential(Rows(), Rows()), (2, 3)
+    plain = nn.Sequential(Rows(), Rows())
     short, long = batches(7), [(torch.randn(6, 2, WIDTH), torch.randn(6, 2, WIDTH)) for _ in range(10)]
     with piped(copy.deepcopy(plain), replicas) as pipe:
         _, losses = train(pipe, [*short, *long, *short], StageOptimizer(pipe, torch.optim.SGD, lr=0.1))
