@@ -230,14 +230,10 @@ def timeline_lines(spans: Sequence[Span], devices: int, seconds: float, *, colum
 
 def span_names(spans: Sequence[Span]) -> list[str]:
     """Names each span, as briefly as is unambiguous in the row of its device."""
-    if has_looped_stages(spans):
+    # If a device has several stages, a micro-batch does not identify an action.
+    if len({(span.device, span.action.stage) for span in spans}) > len({span.device for span in spans}):
         return [str(span.action) for span in spans]
     return [f"{span.action.kind}{span.action.micro_batch}" for span in spans]
-
-
-def has_looped_stages(spans: Sequence[Span]) -> bool:
-    """Returns True if a device has several stages, so that a micro-batch does not identify an action."""
-    return len({(span.device, span.action.stage) for span in spans}) > len({span.device for span in spans})
 
 
 def span_per_column(row: Sequence[Span], seconds: float, units: int) -> list[int | None]:
