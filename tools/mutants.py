@@ -1779,6 +1779,12 @@ TRACING = (
         "unit/tracing/verify/test_training_equivalence.py::test_large_gradients_are_compared_by_their_sums",
     ),
     Mutant(
+        "tracing/verify/sample_rows.py",
+        "((1, -1) if has_integers else ())",
+        "()",
+        "attacks/test_samples_meet.py::test_integers_of_an_example_hide_no_order_of_samples",
+    ),
+    Mutant(
         "tracing/verify/equivalence.py",
         "if not are_equal(want[0].backward, have[0].backward):",
         "if False:",

@@ -421,3 +421,34 @@ def test_a_model_without_values_is_decided_at_the_first_step_that_has_some():
     with pipe, pytest.raises(ArgumentError, match="samples act on each other"):
         pipe.forward_backward(torch.randn(BATCH, 8), target=torch.randn(BATCH, 8), loss_fn=F.mse_loss)
     assert all(p.grad is None for p in model.parameters())
+
+
+class Ids(nn.Module):
+    """A table of a function of integers."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.table = function, nn.Embedding(64, 4)
+
+    def forward(self, ids):
+        return self.table(self.function(ids))
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(8, 3, dtype=torch.long), torch.arange(24).flip(0).view(8, 3)])
+@pytest.mark.parametrize(
+    "function",
+    [lambda y: y.sort(0).values, lambda y: y.flip(0), lambda y: y.maximum(y.flip(0)), lambda y: y[[-1, *range(7)]]],
+)
+def test_integers_of_an_example_hide_no_order_of_samples(function, ids):
+    with pytest.raises(ArgumentError, match=r"samples act on each other|put together"):
+        fxpipe.pipeline(Ids(function), 2, 2, example_args=(ids,))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda y: y.sort(1).values, lambda y: (y != 0).long().cumsum(1), lambda y: y.gather(1, y % 3)]
+)
+def test_integers_of_each_sample_stay_its_own(function):
+    model, ids = Ids(function), torch.zeros(8, 3, dtype=torch.long)
+    with fxpipe.pipeline(model, 2, 2, example_args=(ids,)) as pipe:
+        ids = torch.randint(0, 20, (8, 3))
+        torch.testing.assert_close(pipe(ids), model(ids))

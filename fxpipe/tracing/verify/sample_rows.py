@@ -37,7 +37,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.guards import expect
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_rng, preserve_state
-from fxpipe.tracing.node_info import dependencies_of, info, state_of
+from fxpipe.tracing.node_info import call_on_device, dependencies_of, info, state_of
 from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError, base_opname
 from fxpipe.tracing.shapes.output_dims import InputValues, shared_values, with_out_dims
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
@@ -397,32 +397,52 @@ class _SideBySide(_Findings):
         with set_thread_state(state_of(node)), torch.set_grad_enabled(self.has_python and state_of(node).grad):
             return compared_sizes.run_deterministic_node(node, changed or (lambda source: self.values[source][k]))
 
-    def _made_of(self, node: fx.Node, changed: dict[fx.Node, Any]) -> list[torch.Tensor]:
-        """Runs a node on the whole again with changed arguments; returns its tensors, or the target that it writes."""
+    def _made_of(self, node: fx.Node, changed: dict[fx.Node, Any], on_cpu: bool = False) -> list[torch.Tensor]:
+        """Runs a node on the whole again with changed arguments; returns its tensors, or the target that it writes.
+
+        `on_cpu`: the arguments may be indices out of range, after which a GPU cannot be used.
+        """
         arguments = {n: _copied(self.values[n][0]) for n in node.all_input_nodes} | changed
         with preserve_rng():
-            value = self._call(node, 0, arguments.__getitem__)
+            if on_cpu:
+                arguments = {n: pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, arguments[n]) for n in arguments}
+                called = call_on_device(node, torch.device("cpu"))
+                function, args, kwargs = fx.map_arg(called, arguments.__getitem__)
+                is_method = node.op == "call_method"
+                value = getattr(args[0], function)(*args[1:], **kwargs) if is_method else function(*args, **kwargs)
+            else:
+                value = self._call(node, 0, arguments.__getitem__)
         target: Any = node.args[0] if value is None and node.args else None
         return [*_tensors(value if target is None else arguments[target])]
 
-    def _leaves_alone(self, node: fx.Node) -> bool:
-        """Returns whether a sample of the whole stays the same, for the same draws, if other samples change."""
+    def _leaves_alone(self, node: fx.Node, step: int = 0) -> bool:
+        """Returns whether a sample of the whole stays the same, for the same draws, if other samples change.
+
+        `step`: integers of these become larger or smaller than all.
+        """
         sources = _value_sources(node)
         if base_opname(node) == "randperm" or not all(self.joins[n] for n in sources):
             return False
         moving = [n for n in sources if n in self.depends and base_opname(node) not in _SEVERAL_DRAWS]
         for part in (0, len(self.parts) - 1) if moving else ():
-            moved = {n: self._moved_rows(n, part) for n in moving}
-            for left, right in zip(self._made_of(node, {}), self._made_of(node, moved), strict=True):
+            moved = {n: self._moved_rows(n, part, step) for n in moving}
+            pairs = zip(self._made_of(node, {}, step != 0), self._made_of(node, moved, step != 0), strict=True)
+            for left, right in pairs:
                 dims = [d for d, size in enumerate(left.shape) if size % sum(self.parts) == 0]
                 if not any(_same_rows(left, right, d, self.parts, part) for d in dims):
                     return False
         return True
 
-    def _moved_rows(self, node: fx.Node, part: int) -> Any:
+    def _moved_rows(self, node: fx.Node, part: int, step: int) -> Any:
         value, dims = _copied(self.values[node][0]), [d for d in self.joins[node] if isinstance(d, int)]
-        if _is_float(value) and dims:
-            rows = value.split([v.shape[dims[0]] for v in self.values[node][1:]], dims[0])[part]
+        if not dims or not (_is_float(value) or step):
+            return value
+        rows = value.split([v.shape[dims[0]] for v in self.values[node][1:]], dims[0])[part]
+        if value.dtype == torch.bool:
+            rows.logical_not_()
+        elif not _is_float(value):
+            rows.fill_((value.max() if step > 0 else value.min()) + step)
+        else:
             moved = _moved(rows, 1 + part)
             if value.min() >= 0:  # rates or probabilities, which random functions may require
                 moved = moved.abs() if value.max() > 1 else moved.clamp(0, 1)
@@ -566,13 +586,18 @@ class _SideBySide(_Findings):
         return dim is not None and is_close(whole, torch.cat(parts, dim), max(WEAK, EVIDENCE * _tolerance(whole)))
 
     def _look_at_counts(self, node: fx.Node, sources: list[fx.Node]) -> None:
-        """Checks with changed arguments a function of floats that get no noise, since they may be a mask."""
-        counts = [n for n in sources if n in self.depends and n not in self.features and _is_float(self.values[n][0])]
+        """Checks with changed arguments a function of values that get no noise: integers, floats that may be a mask."""
+        counts = [n for n in sources if n in self.depends and n not in self.features]
+        floats = [n for n in counts if _is_float(self.values[n][0])]
+        has_integers = len(counts) > len(floats) and self.depends.intersection(sources) == {*counts}
+        has_integers &= info(node).opaque is None and all(n.op != "get_attr" for n in node.all_input_nodes)
         # Elements of a tuple may have rows.
         has_rows = self.has_rows(node) or not isinstance(self.values[node][0], torch.Tensor)
-        if self.mode == "loud" and counts and has_rows and not info(node).is_random:
+        if self.mode != "loud" or not has_rows or info(node).is_random:
+            return
+        for step in ((0,) if floats else ()) + ((1, -1) if has_integers else ()):
             with contextlib.suppress(Exception):
-                if not self._leaves_alone(node):
+                if not self._leaves_alone(node, step):
                     self.blocks.add(node)
 
     def _look_at_selection(self, node: fx.Node) -> None:
