@@ -591,6 +591,7 @@ class _SideBySide(_Findings):
         floats = [n for n in counts if _is_float(self.values[n][0])]
         has_integers = len(counts) > len(floats) and self.depends.intersection(sources) == {*counts}
         has_integers &= info(node).opaque is None and all(n.op != "get_attr" for n in node.all_input_nodes)
+        has_integers &= all(self.joins[n] for n in sources)  # else `_look_for_block` decides
         # Elements of a tuple may have rows.
         has_rows = self.has_rows(node) or not isinstance(self.values[node][0], torch.Tensor)
         if self.mode != "loud" or not has_rows or info(node).is_random:
