@@ -30,6 +30,10 @@ def stacked(model, sequence, steps):
     return pad_packed_sequence(second, total_length=steps, padding_value=-1.0)[0].mean(0)
 
 
+def unpadded(model, sequence, steps):
+    return pad_packed_sequence(model.rnn(sequence)[0], batch_first=True)[0]
+
+
 def last_state(model, sequence, steps):
     return model.rnn(sequence)[1][-1]
 
@@ -56,7 +60,7 @@ def pipe_of(model, **options):
 
 
 @pytest.mark.anywhere
-@pytest.mark.parametrize("read", [padded, stacked, last_state])
+@pytest.mark.parametrize("read", [padded, stacked, unpadded, last_state])
 def test_each_call_is_a_node_for_all_lengths(read):
     model = Reader(read=read)
     plain = copy.deepcopy(model)

@@ -148,8 +148,9 @@ def _sizes_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
 
 
 def _batch_dim(traced: Traced, node: fx.Node) -> int | None:
-    """Returns the dimension whose size depends on the batch, or on values (`x[mask]`), if there is only one."""
-    holding = [d for d, size in enumerate(_sizes_of(node)) if size.free_symbols]
+    """Returns the dimension whose size depends on the batch, or else on values (`x[mask]`), if there is only one."""
+    symbols = [size.free_symbols for size in _sizes_of(node)]
+    holding = [d for d, of in enumerate(symbols) if traced.batch in of] or [d for d, of in enumerate(symbols) if of]
     return holding[0] if len(holding) == 1 else None
 
 
