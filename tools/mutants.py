@@ -1785,6 +1785,12 @@ TRACING = (
         "attacks/test_samples_meet.py::test_integers_of_an_example_hide_no_order_of_samples",
     ),
     Mutant(
+        "tracing/verify/owners.py",
+        "if self.owners.keys().isdisjoint((*sources, *sharing)) and",
+        "if False and",
+        "behaviour/test_rows_per_sample.py::test_a_loop_over_samples_has_a_graph_for_each_size_of_micro_batches",
+    ),
+    Mutant(
         "tracing/verify/equivalence.py",
         "if not are_equal(want[0].backward, have[0].backward):",
         "if False:",

@@ -320,14 +320,18 @@ class Looping(Layered, first=D, last=D):
         h = torch.zeros_like(x)
         for i, row in enumerate(self.rows(x)):
             h[i] = row
-        if self.name == "a gate of one sample":
+        if self.name == "a table written by rows":
+            table = torch.arange(2.0 * D).view(2, D)
+            table[0] += 1  # of no sample (Qwen2.5-VL's positions)
+            h = h + table[0]
+        elif self.name == "a gate of one sample":
             h = torch.where(h[0] > 2, -h, h)
         elif self.name == "ranks":
             h = h * (h.sum(1).argsort().argsort() >= 1)[:, None]
         return self.last(h)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("by index", 1), ("by index", 2), ("pieces", 2)])
+@pytest.mark.parametrize(("name", "chunks"), [("by index", 1), ("by index", 2), ("a table written by rows", 2)])
 def test_a_loop_over_samples_has_a_graph_for_each_size_of_micro_batches(name: str, chunks: int) -> None:
     with fxpipe.pipeline(Looping(name), workers(2), chunks, example_args=(torch.randn(4, D),)) as pipe:
         refused = pytest.raises(TraceError, match=r"micro-batches of 2.*a number of samples that chunks divides")

@@ -80,6 +80,10 @@ class _OwnerRun:
         """Runs a node. Returns whether an element of its result depends on several micro-batches, or may do so."""
         written, sources = info(node).written_storages, node.all_input_nodes
         sharing = [n for n in self.values if written and not written.isdisjoint(info(n).storages)]
+        if self.owners.keys().isdisjoint((*sources, *sharing)) and all(n.op in CALL_OPS for n in sharing):
+            with set_thread_state(state_of(node)), torch.set_grad_enabled(self.grad and state_of(node).grad):
+                self.values[node] = run_deterministic_node(node, self.values.__getitem__)  # writes to views, too
+            return False
         if not {*sharing} <= {*sources}:
             return True
         owned = [n for n in sources if n in self.owners and n not in self.of_integers]
