@@ -488,6 +488,24 @@ RUNTIME = (
         "behaviour/test_rows_per_sample.py::test_samples_that_may_meet_after_a_loop_are_refused",
     ),
     Mutant(
+        "tracing/verify/owners.py",
+        "(None, False, True)",
+        "(None,)",
+        "behaviour/test_rows_per_sample.py::test_what_all_lengths_decide_after_a_loop_is_refused",
+    ),
+    Mutant(
+        "tracing/verify/owners.py",
+        "        for together in [shared, *([n] for n in shared)] if shared else []:",
+        "        for together in ():",
+        "behaviour/test_rows_per_sample.py::test_what_all_lengths_decide_after_a_loop_is_refused",
+    ),
+    Mutant(
+        "tracing/verify/sample_rows.py",
+        "intersection(dependencies_of(node)) - findings.shown",
+        "intersection(())",
+        "behaviour/test_unequal_outputs.py::test_an_example_without_selected_rows_shows_nothing",
+    ),
+    Mutant(
         "pipe/programs.py",
         "(of_lists and len({*samples}) > 1)",
         "False",
@@ -1690,8 +1708,8 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/sample_rows.py",
-        "self.selects_rows |= bool(of_values)",
-        "self.selects_rows |= False",
+        "not run.is_noisy or run.selected or",
+        "not run.is_noisy or",
         "unit/tracing/shapes/test_symbolic_shapes.py::test_rows_that_a_mask_selects_are_rows_of_samples",
     ),
     Mutant(

@@ -309,7 +309,7 @@ class Looping(Layered, first=D, last=D):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.scales = name, nn.Parameter(torch.ones(8))
 
     def rows(self, x: torch.Tensor) -> Any:
         if self.name == "by index":
@@ -319,7 +319,7 @@ class Looping(Layered, first=D, last=D):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.zeros_like(x)
         for i, row in enumerate(self.rows(x)):
-            h[i] = row
+            h[i] = row * self.scales[i if self.name == "a scale of each place" else 0]
         if self.name == "a table written by rows":
             table = torch.arange(2.0 * D).view(2, D)
             table[0] += 1  # of no sample (Qwen2.5-VL's positions)
@@ -341,13 +341,35 @@ def test_a_loop_over_samples_has_a_graph_for_each_size_of_micro_batches(name: st
             assert fxpipe.verify(pipe, torch.randn(samples, D))
 
 
-@pytest.mark.parametrize("name", ["a gate of one sample", "ranks"])
+@pytest.mark.parametrize("name", ["a gate of one sample", "ranks", "a scale of each place"])
 def test_samples_that_may_meet_after_a_loop_are_refused(name: str) -> None:
     """Each batch is tried: in some, micro-batches make the same as the mini-batch."""
     torch.manual_seed(0)
     for _ in range(3):
         with pytest.raises(TraceError, match="do not make what the model makes of the mini-batch"):
             fxpipe.pipeline(Looping(name), workers(2), 2, example_args=(torch.randn(4, D) / 10,))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h, lengths: h / lengths.max(),
+        lambda h, lengths: h * (lengths.max() == lengths.min()),
+        lambda h, lengths: h * torch.where((lengths > 3).any(), 1, 2),
+        lambda h, lengths: h * (1 + (lengths > 8).nonzero().sum()),
+        lambda h, _: torch.where((h > -2).any(), h, -h),
+    ],
+    ids=["largest", "equal", "any", "indices", "any of floats"],
+)
+def test_what_all_lengths_decide_after_a_loop_is_refused(change: Any) -> None:
+    """All lengths of the example are equal, so that micro-batches make the same as the mini-batch."""
+
+    class Lengths(Looping):
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return self.last(change(torch.stack(self.rows(x)), lengths))
+
+    with pytest.raises(TraceError, match="do not make what the model makes of the mini-batch"):
+        fxpipe.pipeline(Lengths(""), workers(2), 2, example_args=(torch.randn(4, D), torch.full((4,), 5)))
 
 
 # -- Lists with an entry for each sample -------------------------------------------------------------------------------

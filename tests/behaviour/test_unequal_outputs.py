@@ -163,6 +163,16 @@ def test_selected_rows_that_act_on_each_other_are_refused(change: Any) -> None:
         assert_same_rows(Pictures(lambda rows: change(rows, 0)), 2)
 
 
+@pytest.mark.parametrize("planned", [(0, 0, 0, 0), (0, 0, 1, 0)])
+def test_an_example_without_selected_rows_shows_nothing(planned: tuple[int, ...]) -> None:
+    class Sorted(Pictures):
+        def forward(self, text: torch.Tensor, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.last(self.embed(text)), self.encode(pictures[(pictures != 0).any(-1)]).sort(0)[0]
+
+    with pytest.raises(ArgumentError, match="an example with few selected rows"):
+        fxpipe.trace(Sorted(), text_and_pictures(*planned), chunks=2)
+
+
 def test_selected_rows_that_are_cut_by_their_number_are_cut_once() -> None:
     class First(Pictures):
         def forward(self, text: torch.Tensor, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

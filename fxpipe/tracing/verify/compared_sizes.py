@@ -99,8 +99,11 @@ def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] =
 def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Returns whether `parts`, the graph of micro-batches of these sizes, may run instead of the mini-batch's."""
     excuse_sizes(parts, leaves, {*sizes})
-    same = all(map(parts.holds_at, sizes)) and _give_same_outputs(whole, parts, leaves, sizes)
-    return bool(same)
+    used = [{id(attribute_tensor(one, n)) for n in one.graph.nodes if n.op == "get_attr"} for one in (whole, parts)]
+    parameters = {id(p) for p in whole.model.parameters()}  # one for each place in the batch is used by some parts only
+    if used[0] & parameters != used[1] & parameters:
+        return False
+    return all(map(parts.holds_at, sizes)) and bool(_give_same_outputs(whole, parts, leaves, sizes))
 
 
 def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool | None:
@@ -208,7 +211,7 @@ def run_deterministically(
     def attribute(node: fx.Node) -> torch.Tensor:
         tensor = attribute_tensor(traced, node)
         held = tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
-        held = opened(held) if is_opened and isinstance(tensor, torch.nn.Parameter) else held
+        held = _varied(opened(held)) if is_opened and isinstance(tensor, torch.nn.Parameter) else held
         return held.requires_grad_(grad and tensor.requires_grad)
 
     def work(node: fx.Node, values: NodeValues) -> Any:
@@ -232,6 +235,19 @@ def opened(tensor: torch.Tensor) -> torch.Tensor:
     closed = torch.ones_like(tensor, dtype=torch.bool) if is_tiny else tensor == 0
     other = 0.3 + torch.arange(int(closed.sum()), device=tensor.device).remainder(7) / 10
     return tensor.masked_scatter(closed, other.to(tensor.dtype))
+
+
+def _varied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns other elements for equal ones: which of them a sample uses would make no difference."""
+    if (
+        not tensor.is_floating_point()
+        or tensor.layout != torch.strided
+        or tensor.numel() < 2
+        or tensor.min() < tensor.max()
+    ):
+        return tensor
+    factors = 1 + torch.arange(tensor.numel(), device=tensor.device).remainder(7) / 10
+    return tensor * factors.view(tensor.shape).to(tensor.dtype)
 
 
 def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:

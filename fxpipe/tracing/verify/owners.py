@@ -11,6 +11,7 @@ be of all samples, if no float depends on them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,13 +29,15 @@ from fxpipe.utils.pytree import flatten
 
 _NOBODY = -1
 _SEVERAL = -2  # an integer of several micro-batches: a count, the largest length
+_UNCHANGED = -3  # no element has this owner
 _CHANGES = ((1.0, 0.3), (-1e4, 1e2), (1e4, 1e2))  # factors of a float and of the noise that is added to it
 
 
 def samples_meet(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Returns whether outputs with rows use a value of several micro-batches, such as a minimum, or may do so."""
     results = zip(traced.handed_out, traced.handed_out_dims, strict=True)
-    used = set[fx.Node]().union(*(dependencies_of(result) for result, how in results if isinstance(how, int)))
+    rows = [result for result, how in results if isinstance(how, int)]
+    used = set[fx.Node]().union(*map(dependencies_of, rows))
     for node in reversed(traced.graph.nodes):  # what writes to the memory of values that are used, too
         written = info(node).written_storages
         if written and any(not written.isdisjoint(info(other).storages) for other in used):
@@ -49,9 +52,11 @@ def samples_meet(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int]) ->
                     return True
                 for source in [source for source in run.values if last.get(source) is node]:
                     del run.values[source]
+            return any(
+                bool((one == _SEVERAL).any()) for n in rows if isinstance(n, fx.Node) for one in run.owners.get(n, ())
+            )
         except Exception:  # a function may fail with other arguments
             return True
-    return False
 
 
 class _OwnerRun:
@@ -89,18 +94,24 @@ class _OwnerRun:
         owned = [n for n in sources if n in self.owners and n not in self.of_integers]
         are_integers = not owned
         owned = owned or [n for n in sources if n in self.owners]
-        base, changes = self._run(node, sharing, {}), list[torch.Tensor]()
+        base = self._run(node, sharing, {})
         try:
             by_part = [self._changed(node, sharing, owned, base, part) for part in self.parts] if owned else []
-            changes = [torch.stack(of_tensor).long() for of_tensor in zip(*by_part, strict=True)]
         except Exception:
             if not are_integers:
                 raise
+            # Another mask selects another number of elements, which cannot be compared.
+            held = {part for n in owned for owner in self.owners[n] for part in owner.unique().tolist()}
+            has_part = [part in held and not sharing for part in self.parts]
+            if sum(has_part) > 1 and any(x.numel() == 0 for x in _tensors(base)):
+                return True
+            by_part = [[torch.full_like(x, one, dtype=torch.bool) for x in _tensors(base)] for one in has_part]
+        changes = [torch.stack(of_tensor).long() for of_tensor in zip(*by_part, strict=True)]
         owners = [torch.where(one.sum(0) == 1, one.argmax(0), _NOBODY) for one in changes]
         several = [one.sum(0) > 1 for one in changes]
         shared = [n for n in sources if any(bool((one == _SEVERAL).any()) for one in self.owners.get(n, ()))]
-        if shared:
-            more = self._changed(node, sharing, shared, base, _SEVERAL)
+        for together in [shared, *([n] for n in shared)] if shared else []:
+            more = self._changed(node, sharing, together, base, _SEVERAL)
             several = [one | other for one, other in zip(several, more, strict=True)] if several else more
         for x, one in zip(_tensors(base), several, strict=False):
             if (not are_integers or x.is_floating_point()) and bool(one.any()):
@@ -128,22 +139,46 @@ class _OwnerRun:
     ) -> list[torch.Tensor]:
         """Returns which elements of the result change with the elements of a micro-batch."""
         differs = [torch.zeros_like(x, dtype=torch.bool) for x in _tensors(base)]
-        for seed in range(len(_CHANGES)):
-            changed = {}
-            for n in owned:
-                leaves, spec = flatten(self.values[n])
-                masks = (owner == part for owner in self.owners[n])
-                leaves = [_other(x, next(masks), seed) if isinstance(x, torch.Tensor) else x for x in leaves]
-                changed[n] = pytree.tree_unflatten(leaves, spec)
+        values = [x for n in owned for x in _tensors(self.values[n])]
+        # If all are true, `any()` shows only among false ones that it depends on one.
+        others = (None, False, True) if any(x.dtype == torch.bool for x in values) else (None,)
+        for background, seed in itertools.product(
+            others, range(3 if all(x.is_floating_point() for x in values) else 5)
+        ):
             try:
-                result = self._run(node, sharing, changed)
+                before = base if background is None else self._with(node, sharing, owned, _UNCHANGED, background, seed)
+                after = self._with(node, sharing, owned, part, background, seed)
             except Exception:
-                if seed < 2:
+                if background is None and seed < 2:
                     raise
                 continue  # a larger integer may be out of range
-            pairs = zip(_tensors(base), _tensors(result), strict=True)
+            pairs = zip(_tensors(before), _tensors(after), strict=True)
             differs = [d | ~torch.isclose(x, y, 1e-4, equal_nan=True) for d, (x, y) in zip(differs, pairs, strict=True)]
         return differs
+
+    def _with(
+        self,
+        node: fx.Node,
+        sharing: Sequence[fx.Node],
+        owned: Sequence[fx.Node],
+        part: int,
+        background: bool | None,
+        seed: int,
+    ) -> list[Any]:
+        """Runs a node with other elements of a micro-batch, and with all bools of samples equal to `background`."""
+        changed = {}
+        for n in owned:
+            leaves, spec = flatten(self.values[n])
+            tensors = zip(_tensors(leaves), self.owners[n], strict=True)
+            new = iter([_other(_filled(x, owner, background), owner == part, seed) for x, owner in tensors])
+            leaves = [next(new) if isinstance(x, torch.Tensor) else x for x in leaves]
+            changed[n] = pytree.tree_unflatten(leaves, spec)
+        return self._run(node, sharing, changed)
+
+
+def _filled(value: torch.Tensor, owner: torch.Tensor, background: bool | None) -> torch.Tensor:
+    is_filled = background is not None and value.dtype == torch.bool
+    return value.masked_fill(owner != _NOBODY, background) if is_filled and background is not None else value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -155,7 +190,7 @@ def _other(value: torch.Tensor, mask: torch.Tensor, seed: int) -> torch.Tensor:
     if value.dtype == torch.bool:
         return value ^ mask
     if not value.is_floating_point():
-        others = (value.flatten().roll(1).view(value.shape), value * 0, value + 3)
+        others = (value.flatten().roll(1).view(value.shape), value * 0, value + 3, value + 1009, value - 1009)
         return torch.where(mask, others[seed], value)
     factor, of_noise = _CHANGES[seed]
     noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value)

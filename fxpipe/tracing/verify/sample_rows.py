@@ -66,6 +66,8 @@ class _Findings:
     depends: set[fx.Node] = field(default_factory=set)
     blocks: set[fx.Node] = field(default_factory=set)  # values that join although an argument does not
     opened: set[fx.Node] = field(default_factory=set)  # blocks observed to depend on that argument
+    selected: set[fx.Node] = field(default_factory=set)  # values whose size depends on values
+    shown: set[fx.Node] = field(default_factory=set)  # those of which several parts have rows
     sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # arguments and values written to the node
     parameters: _Opened = field(default_factory=dict)
     may_fail: bool = False  # may a node fail on a part? It does not join then, and parts go on with the whole's value
@@ -79,6 +81,8 @@ class _Findings:
         self.depends |= run.depends
         self.blocks |= run.blocks
         self.opened |= run.opened
+        self.selected |= run.selected
+        self.shown |= run.shown
         self.failed |= run.failed
         self.sources = run.sources
 
@@ -229,6 +233,9 @@ def _refusal(
             findings = _look_for(_Findings(may_fail=True), traced, leaves, parts, even)
         except Exception:
             return _Refusal(refusal)
+    for _, node, _ in claims:
+        if node in findings.selected:  # no rows join in any way
+            findings.blocks |= findings.selected.intersection(dependencies_of(node)) - findings.shown
     hiding = findings.distrust()
     for name, node, how in claims:
         if how not in findings.joins[node]:
@@ -247,7 +254,7 @@ def _look_for(
     for mode, split in dict.fromkeys((("loud", parts), ("plain", parts), ("loud", even), ("equal", even))):
         run = _run(traced, leaves, split, mode, findings)
         findings.add(run)
-        hides = findings.blocks or run.has_python or not run.is_noisy or run.selects_rows or findings.hiding()
+        hides = findings.blocks or run.has_python or not run.is_noisy or run.selected or findings.hiding()
         if not hides:
             break  # each function keeps samples independent: other values show no more
     return findings
@@ -298,7 +305,6 @@ class _SideBySide(_Findings):
         super().__init__(parameters=findings.parameters, may_fail=findings.may_fail)
         self.traced, self.parts, self.mode, self.is_noisy = traced, parts, mode, is_noisy
         self.features = set[fx.Node]()  # floats computed from parameters or from float inputs
-        self.selects_rows = False  # does a size depend on values?
         self.written = frozenset[int]().union(*(info(n).written_storages for n in traced.graph.nodes))
         self.last_maps = {n for n in traced.nodes if _is_last_map(n, self.written)}
         self.values: NodeValues = {}
@@ -609,7 +615,10 @@ class _SideBySide(_Findings):
         arguments = node.all_input_nodes if info(node).opaque is not None else []
         sizes = [size for one in (node, *arguments) for shape in info(one).shapes for size in shape.shape]
         of_values = [size for size in sizes if size.free_symbols - {self.traced.batch}]
-        self.selects_rows |= bool(of_values)  # rows in some order, as of `unique`, may join by chance
+        if of_values:  # rows in some order, as of `unique`, may join by chance
+            self.selected.add(node)
+            if sum(all(t.numel() > 0 for t in _tensors(value)) for value in self.values[node][1:]) > 1:
+                self.shown.add(node)
         if not all(size.is_polynomial() for size in of_values) or (arguments and of_values):
             self.blocks.add(node)
 
@@ -761,7 +770,8 @@ _REMEDIES = (
 def _mixing_error(traced: Traced, name: str, node: fx.Node, meeting: fx.Node, is_hidden: bool) -> ArgumentError:
     shape = info(node).shapes[0]
     hidden = (
-        " These values may hide it (a gate that is zero, a mask, a branch), and whether it stays hidden cannot be told."
+        " These values may hide it (a gate that is zero, a mask, a branch, an example with few selected rows), and "
+        "whether it stays hidden cannot be told."
     )
     loss = (
         " A loss must be a sum or a mean over samples, or made of such by functions of torch: let the model return "
