@@ -44,7 +44,9 @@ def without_indices(model, sequence, steps):
 
 class Reader(Layered, first=D, rnn=lambda: nn.GRU(D, D, 2), top=lambda: nn.GRU(D, D, batch_first=True), last=D):
     def forward(self, x, lengths):
-        sequence = pack_padded_sequence(self.first(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        sequence = pack_padded_sequence(
+            input=self.first(x), lengths=lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
         return self.last(self.read(self, sequence, x.shape[1]))
 
 

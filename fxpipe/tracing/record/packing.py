@@ -99,11 +99,11 @@ class PackingRecorder:
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._recorder.__torch_function__(function, (), args, kwargs)
 
-    def _pack(self, x: Any, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True) -> Any:
+    def _pack(self, input: Any, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True) -> Any:
         is_recorded = isinstance(lengths, torch.Tensor) and self._recorder.options.records_packing
         if self._is_elsewhere() or not is_recorded:
-            return _PACK(x, lengths, batch_first, enforce_sorted)
-        x, lengths = x if batch_first else x.transpose(0, 1), lengths.to(torch.int64, copy=True)
+            return _PACK(input, lengths, batch_first, enforce_sorted)
+        x, lengths = input if batch_first else input.transpose(0, 1), lengths.to(torch.int64, copy=True)
         with self._recorder.pause():
             packed = _PACK(x, lengths, True, enforce_sorted)
         return self._keep(x, packed, {"lengths": lengths, "enforce_sorted": enforce_sorted})
