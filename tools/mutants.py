@@ -1549,6 +1549,7 @@ TRACING = (
     Mutant(
         "rewriting/rng.py", "bidirectional, False, **packing)", "bidirectional, False)", "behaviour/test_packing.py"
     ),
+    Mutant("rewriting/rng_compiled.py", "if n.target in PACKING_NODES", "if False", "behaviour/test_packing.py"),
     Mutant(
         "tracing/shapes/symbolic_shapes.py",
         "(sources and not number.free_symbols) or any(",

@@ -1,9 +1,10 @@
 """Code for `torch.compile`, without nodes that it does not support.
 
 It does not support generators. Dropout multiplies by noise from a custom operator, which draws when the code runs, so
-the compiler's graph neither breaks nor changes from step to step. Other random nodes run uncompiled; so do gradients
-in forward, and a forward that continues as Python. The operator's tag keeps the compiler from recomputing the noise in
-backward, when another micro-batch may be running. On a CPU the noise equals the noise of uncompiled code.
+the compiler's graph neither breaks nor changes from step to step. Other random nodes run uncompiled; so do gradients in
+forward, packed sequences, and a forward that continues as Python. The operator's tag keeps the compiler from
+recomputing the noise in backward, when another micro-batch may be running. On a CPU the noise equals the noise of
+uncompiled code.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, fx
 
 from fxpipe.rewriting.rng import RandomCall, seeded_generator
 from fxpipe.tracing.node_info import info
+from fxpipe.tracing.record.packing import PACKING_NODES
 
 
 @torch.library.custom_op("fxpipe::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -35,6 +37,7 @@ def with_compilable_rng(run: fx.GraphModule) -> fx.GraphModule:
     """Replaces unsupported nodes of the code; returns the same code if it has none."""
     drawing = [node for node in run.graph.nodes if isinstance(getattr(node.target, "drawing", None), RandomCall)]
     uncompiled = [n for n in run.graph.nodes if hasattr(n.target, "inside") or info(n).is_graph_break]  # or a gradient
+    uncompiled += [n for n in run.graph.nodes if n.target in PACKING_NODES]
     if not drawing and not uncompiled:
         return run
     graph = fx.Graph()

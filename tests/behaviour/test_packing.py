@@ -86,6 +86,13 @@ def test_recomputation_repeats_the_dropout_between_layers():
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*be instantiated:DeprecationWarning")
+def test_packed_sequences_run_uncompiled():
+    model = Reader(read=stacked)
+    with pipe_of(model, balance=["rnn"], compile={"backend": "eager"}) as pipe:
+        assert_step(pipe, copy.deepcopy(model), *BATCHES[0], one_pass=True)
+
+
 def test_packed_data_keeps_its_indices():
     with pytest.raises(TraceError, match=r"without the indices .*; keep them"):
         fxpipe.trace(Reader(read=without_indices), BATCHES[0])

@@ -82,6 +82,7 @@ def _packed_function(function: Any) -> Callable[..., Any]:
 
 
 PACKED_FUNCTIONS = {function: _packed_function(function) for function in RNN_FUNCTIONS}
+PACKING_NODES = frozenset({pack, pad, *PACKED_FUNCTIONS.values()})
 
 
 class PackingRecorder:
@@ -153,9 +154,8 @@ class PackingRecorder:
             if source is None:
                 return plain(module, input, hx)
             x, options = source
-            before = self._recorder.replacements
-            packed = {function: partial(self._call, run, **options) for function, run in PACKED_FUNCTIONS.items()}
-            self._recorder.replacements = before | packed
+            before, call = self._recorder.replacements, partial(self._call, **options)
+            self._recorder.replacements = before | {f: partial(call, run) for f, run in PACKED_FUNCTIONS.items()}
             try:
                 out, states = plain(module, x if module.batch_first else x.transpose(0, 1), hx)
             finally:

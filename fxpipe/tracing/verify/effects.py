@@ -285,10 +285,8 @@ def refuse_remembered_samples(traced: Traced) -> None:
             python = info(node).opaque
             may_be_bank = is_read if python is None else CHANGED_STATE in python.why
             values = [node] if node in traced.carried_state.values() else node.all_input_nodes
-            is_bank = (
-                may_be_bank and node.target not in NORM_FUNCTIONS and any(_holds_samples(traced, n) for n in values)
-            )
-            if name in frozen or is_bank:
+            holds_samples = node.target not in NORM_FUNCTIONS and any(_holds_samples(traced, n) for n in values)
+            if name in frozen or (may_be_bank and holds_samples):
                 raise ArgumentError(
                     f"forward changes {name!r} at {info(node).source} and reads it, so a micro-batch would find there "
                     "what the micro-batches before have left, unlike samples of the mini-batch; keep the mini-batch "
