@@ -1,10 +1,9 @@
 """Code for `torch.compile`, without nodes that it does not support.
 
 It does not support generators. Dropout multiplies by noise from a custom operator, which draws when the code runs, so
-the compiler's graph neither breaks nor changes from step to step. Other random nodes run uncompiled; so do gradients in
-forward, packed sequences, and a forward that continues as Python. The operator's tag keeps the compiler from
-recomputing the noise in backward, when another micro-batch may be running. On a CPU the noise equals the noise of
-uncompiled code.
+the compiler's graph neither breaks nor changes from step to step. Other random nodes run uncompiled, as do gradients in
+forward, packed sequences, and the rest of a forward as Python. The operator's tag keeps the compiler from recomputing
+the noise in backward, when another micro-batch may be running. On a CPU it equals the noise of uncompiled code.
 """
 
 from __future__ import annotations

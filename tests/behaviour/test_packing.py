@@ -43,11 +43,9 @@ def without_indices(model, sequence, steps):
 
 
 class Reader(Layered, first=D, rnn=lambda: nn.GRU(D, D, 2), top=lambda: nn.GRU(D, D, batch_first=True), last=D):
-    def forward(self, x, lengths):
-        sequence = pack_padded_sequence(
-            input=self.first(x), lengths=lengths.cpu(), batch_first=True, enforce_sorted=False
-        )
-        return self.last(self.read(self, sequence, x.shape[1]))
+    def forward(self, x, counts):
+        packed = pack_padded_sequence(input=self.first(x), lengths=counts.cpu(), batch_first=True, enforce_sorted=False)
+        return self.last(self.read(self, packed, x.shape[1]))
 
 
 def batch_of(*lengths, steps=6):
@@ -62,11 +60,12 @@ def pipe_of(model, **options):
 
 
 @pytest.mark.anywhere
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("read", [padded, stacked, unpadded, last_state])
 def test_each_call_is_a_node_for_all_lengths(read):
     model = Reader(read=read)
     plain = copy.deepcopy(model)
-    with pipe_of(model, balance=["rnn"]) as pipe:
+    with pipe_of(model, balance=["rnn"], compile=read is stacked and {"backend": "eager"}) as pipe:
         for x, lengths in BATCHES:
             assert_step(pipe, plain, x, lengths)
             assert_step(pipe, plain, x, lengths, one_pass=True)
@@ -84,13 +83,6 @@ def test_recomputation_repeats_the_dropout_between_layers():
             pipe.forward_backward(*BATCHES[1], target=torch.ones(4, D), loss_fn=F.mse_loss)
             gradients.append([p.grad for p in model.rnn.parameters()])
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*be instantiated:DeprecationWarning")
-def test_packed_sequences_run_uncompiled():
-    model = Reader(read=stacked)
-    with pipe_of(model, balance=["rnn"], compile={"backend": "eager"}) as pipe:
-        assert_step(pipe, copy.deepcopy(model), *BATCHES[0], one_pass=True)
 
 
 def test_packed_data_keeps_its_indices():
