@@ -63,8 +63,7 @@ def pipe_of(model, **options):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("read", [padded, stacked, unpadded, last_state])
 def test_each_call_is_a_node_for_all_lengths(read):
-    model = Reader(read=read)
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Reader(read=read))
     with pipe_of(model, balance=["rnn"], compile=read is stacked and {"backend": "eager"}) as pipe:
         for x, lengths in BATCHES:
             assert_step(pipe, plain, x, lengths)
