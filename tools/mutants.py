@@ -1810,6 +1810,12 @@ TRACING = (
         "behaviour/test_rows_per_sample.py::test_a_loop_over_samples_has_a_graph_for_each_size_of_micro_batches",
     ),
     Mutant(
+        "pipe/programs.py",
+        "if any(graph.traced.has_other_graphs for graph in graphs):",
+        "if False:",
+        "unit/tracing/record/test_small_batch.py::test_each_graph_holds_for_its_number_of_samples_if_others_have_other_graphs",
+    ),
+    Mutant(
         "tracing/verify/equivalence.py",
         "if not are_equal(want[0].backward, have[0].backward):",
         "if False:",

@@ -308,7 +308,7 @@ def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) 
         args, kwargs = pytree.tree_unflatten(take_samples(whole, leaves, 0, max(error.sizes)), whole.in_spec)
         inputs = input_leaves(request.model, args, kwargs)[2]
         part = replace(request, args=args, kwargs=kwargs, leaves=inputs, chunks=1)
-        parts = replace(_graph_of_all_samples(part), of_mini_batch=whole)
+        parts = replace(_graph_of_all_samples(part), of_mini_batch=whole, has_other_graphs=whole.has_other_graphs)
         is_read = parts.guards_hold(leaves, parts.seed, error.sizes)
         error = error if is_read else OtherMicroBatchesError(whole, error.sizes, values_differ_message(parts))
         is_right = is_read and may_replace(whole, parts, leaves, error.sizes)

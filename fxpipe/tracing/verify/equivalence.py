@@ -124,7 +124,8 @@ def check_against_model(
     sizes = {batch, *equal, *refused, *((example, batch + 1) if example != batch else ())}
     if differing:
         is_batch = SizeCondition(sympy.Eq(traced.batch, batch), next(info(n).source for n in traced.nodes))
-        return replace(traced, effects=effects_of(traced, seen), batch_conditions=(*traced.batch_conditions, is_batch))
+        conditions = (*traced.batch_conditions, is_batch)
+        return replace(traced, effects=effects_of(traced, seen), batch_conditions=conditions, has_other_graphs=True)
     # If Python used the batch size unnoticed, other sizes may differ even if the compared ones agree:
     # `h[: len(x) // 2 * 2]` is `h[:8]` with 8 and 9 samples.
     where = traced.not_followed or next((info(n).source for n in traced.nodes if _cuts_samples(n)), "")

@@ -133,6 +133,14 @@ def test_graph_that_is_another_for_a_part_is_that_of_all_samples(function):
     assert is_graph_of(traced, [EXAMPLE])
 
 
+def test_each_graph_holds_for_its_number_of_samples_if_others_have_other_graphs():
+    model = calling(above_the_size_of_the_example)
+    with fxpipe.pipeline(model, 2, 1, example_args=(EXAMPLE,)) as pipe:
+        for samples in (6, 13, 12):  # the graph of six is that of all up to twelve
+            x = torch.randn(samples, *EXAMPLE.shape[1:])
+            torch.testing.assert_close(pipe(x), model(x))
+
+
 @pytest.mark.parametrize("is_of_samples", [False, True])
 def test_value_that_all_samples_give_as_well(is_of_samples):
     """Of the inputs, or of as many rows as there are samples (transformers ask whether positions are packed)."""
