@@ -12,7 +12,6 @@ nodes stay with their parameters.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import fx, nn
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import module_flags
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
@@ -507,7 +507,8 @@ def _refuse_unknown_weights(graphs: Sequence[Traced], samples: Sequence[int]) ->
     """Raises `ArgumentError` if micro-batches may have other numbers of samples than their graphs suggest."""
     held = [[leaf for leaf, dim in zip(one.leaves, one.in_dims, strict=True) if dim is not None] for one in graphs]
     # The rows of tensors in a list may be those of one sample.
-    of_lists = any(all(re.search(r"\[\d+\]", leaf.path) for leaf in leaves) for leaves in held if leaves)
+    places = [[place for place, dim in enumerate(one.in_dims) if dim is not None] for one in graphs]
+    of_lists = any(_places_in_lists(one).issuperset(own) for one, own in zip(graphs, places, strict=True) if own)
     if (not all(held) and any(held)) or (of_lists and len({*samples}) > 1):
         names = dict.fromkeys(leaf.head for leaves in held for leaf in leaves)
         raise ArgumentError(
@@ -515,6 +516,13 @@ def _refuse_unknown_weights(graphs: Sequence[Traced], samples: Sequence[int]) ->
             f"cannot be told (the numbers would be {', '.join(map(str, samples))}); name the dimension of samples in "
             "in_dims of fxpipe.pipeline, or None for an input without; with None for all, the weights are equal"
         )
+
+
+def _places_in_lists(traced: Traced) -> set[int]:
+    """Returns the places of inputs that stand in a list."""
+    arguments = pytree.tree_unflatten([*range(len(traced.leaves))], traced.in_spec)
+    parts = pytree.tree_leaves(arguments, is_leaf=lambda part: isinstance(part, list))
+    return {place for part in parts if isinstance(part, list) for place in pytree.tree_leaves(part)}
 
 
 def _replicas_of(prepared: PreparedGraph, settings: Settings) -> tuple[tuple[StageReplica, ...], ...]:

@@ -402,6 +402,19 @@ def test_lists_are_micro_batches_of_their_own() -> None:
     assert_same_gradients(model, plain, loose=[name for name, _ in plain.named_parameters()])
 
 
+def test_rows_of_a_tuple_are_samples() -> None:
+    class Sum(Layered, first=D):
+        def forward(self, pair: Any) -> torch.Tensor:
+            return self.first(pair[0]) + pair[1]
+
+    parts, model = [(torch.randn(rows, D), torch.randn(rows, D)) for rows in (3, 2)], Sum()
+    with fxpipe.pipeline(model, workers(2)) as pipe:
+        calls = [((pair,), {}, None) for pair in parts]
+        have = pipe.forward_backward(micro_batches=calls, loss_fn=lambda y: y.square().mean())
+    want = model(tuple(map(torch.cat, zip(*parts, strict=True)))).square().mean()
+    torch.testing.assert_close(on_cpu(have), want.detach())
+
+
 @pytest.mark.parametrize(("in_dims", "weights"), [({"xs": None}, (0.5, 0.5)), (0, (7 / 12, 5 / 12))])
 def test_rows_of_the_only_entry_of_a_list_are_samples_if_in_dims_says_so(in_dims: Any, weights: Any) -> None:
     class Means(Layered, first=D):

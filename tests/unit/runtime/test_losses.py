@@ -206,9 +206,6 @@ def test_weights_that_are_none():
         assert all(p.grad is None for p in pipe.parameters())
 
 
-# -- what is verified ------------------------------------------------------------------------------------------------
-
-
 def test_padding_is_noticed_when_it_comes():
     """Symptom: the loss was compared in its first step only, and means over tokens that came later were wrong."""
     model = Tokens()
@@ -379,9 +376,6 @@ def test_the_head_of_a_loss(loss, want):
     assert [(r.edge.node.name(), int(r.count)) for r in found] == want
 
 
-# -- models that take their own loss ---------------------------------------------------------------------------------
-
-
 def _own(out):
     return out["loss"]
 
@@ -409,9 +403,6 @@ def test_a_models_own_loss_of_which_the_user_has_said_how_it_goes_together(out_d
         pipe.forward_backward(ids, labels, loss_fn=_own)
         assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
         assert_equal_step(pipe, plain, (ids, labels), labels, _weighed, lambda out, t: out["loss"])
-
-
-# -- random numbers in the loss --------------------------------------------------------------------------------------
 
 
 def noisy(y, t):
@@ -478,9 +469,6 @@ def test_nobody_borrows_the_generator_while_the_loss_draws():
     assert free[:2] == [False, False]
 
 
-# -- losses with parameters, outputs and targets of every kind -------------------------------------------------------
-
-
 class Learned(Layered, lin=4, log_scale=lambda: nn.Parameter(torch.zeros(()))):
     """A loss with a weight, and with its own buffer."""
 
@@ -539,9 +527,6 @@ def test_what_was_made_of_a_parameter_before_the_step_belongs_to_all_micro_batch
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-# -- a loss that depends on nothing ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_micro_batch_of_padding_adds_nothing(schedule):
     """The plain model takes one loss, which requires grad; a micro-batch may have nothing to take one of."""
@@ -585,9 +570,6 @@ def test_a_sum_over_samples(batch):
     with pipe_of(model, 3) as pipe:
         for _ in range(2):  # the first is verified
             assert_equal_step(pipe, plain, (x,), t, loss_fn, loss_fn, reduction="sum")
-
-
-# -- parts of the verification --------------------------------------------------------------------------------------
 
 
 class _Widened(torch.overrides.TorchFunctionMode):

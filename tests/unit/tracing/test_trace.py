@@ -33,9 +33,6 @@ def names(traced: Traced) -> list[str]:
     return [node.name for node in traced.nodes]
 
 
-# -- the graph is the model ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("case", "training"), each_once(CASES, [True, False]))
 def test_graph_equals_model_at_another_size(case, training):
     model = case.make().train(training)
@@ -153,9 +150,6 @@ def test_autograd_function_is_named_after_itself_and_known_to_be_random():
 def test_checkpoint_is_called_through(reentrant):
     traced = trace(Forward(lambda m, x: checkpoint(m.lin, m.lin(x), use_reentrant=reentrant)), (x(),))
     assert names(traced) == ["lin", "lin_1"]
-
-
-# -- what every node knows -------------------------------------------------------------------------------------------
 
 
 def test_random_nodes_are_found():
@@ -366,9 +360,6 @@ def test_two_threads_trace_at_once():
         thread.join()
     assert found == [["lin", "Noise"]] * 6
     assert nn.Module.__call__ is before
-
-
-# -- the check against the model -------------------------------------------------------------------------------------
 
 
 def _scaled(x, factor):
