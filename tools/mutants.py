@@ -328,7 +328,7 @@ RUNTIME = (
         "tracing/source_lines.py",
         "isinstance(part, (ast.BoolOp, ast.IfExp, ast.NamedExpr))",
         "isinstance(part, ast.IfExp)",
-        "unit/tracing/test_guards.py::test_an_answer_after_which_forward_may_go_on_is_not_only_checked",
+        "unit/tracing/test_guards.py::test_a_method_with_an_answer_after_which_forward_may_go_on_is_kept_whole",
     ),
     Mutant(
         "tracing/forward_rng.py",
@@ -1808,12 +1808,6 @@ TRACING = (
         "if self.owners.keys().isdisjoint((*sources, *sharing)) and",
         "if False and",
         "behaviour/test_rows_per_sample.py::test_a_loop_over_samples_has_a_graph_for_each_size_of_micro_batches",
-    ),
-    Mutant(
-        "pipe/programs.py",
-        "if any(graph.traced.has_other_graphs for graph in graphs):",
-        "if False:",
-        "unit/tracing/record/test_small_batch.py::test_each_graph_holds_for_its_number_of_samples_if_others_have_other_graphs",
     ),
     Mutant(
         "tracing/verify/equivalence.py",

@@ -75,9 +75,6 @@ class GraphInputs:
             )
         return batch
 
-    def has_samples_of_example(self, traced: Traced) -> bool:
-        return traced.key == self.key and traced.batch_of(self.leaves) == traced.batch_of(traced.leaves)
-
     def match(self, traced: Traced, sizes_of: SizesOf | None = None) -> bool:
         """Returns whether a graph fits these inputs, and micro-batches of the sizes that `sizes_of` returns."""
         if traced.key != self.key:
@@ -289,8 +286,6 @@ class Programs:
     def _known(self, inputs: GraphInputs, is_part: bool, first: Any, may_compare: bool) -> CachedGraph | None:
         """Returns the graph of these inputs, which must fit their micro-batches, or None. Tries `first` first."""
         graphs = sorted(self.graphs, key=lambda graph: graph is not first)
-        if any(graph.traced.has_other_graphs for graph in graphs):  # then each holds for its number of samples only
-            graphs = [graph for graph in graphs if inputs.has_samples_of_example(graph.traced)]
         for graph in graphs:
             if inputs.fit(graph.traced, None if is_part else self._sizes, may_compare):
                 return graph

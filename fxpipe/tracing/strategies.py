@@ -28,7 +28,7 @@ from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, methods_to_kee
 from fxpipe.tracing.record.other_sizes import read_untracked_sizes, record_small_batch, record_with_batch_numbers
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.recorded_sizes import Disguise
-from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.shapes.output_dims import graph_of_stages, of_any_sizes, read_by_python_only
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.traced import (
@@ -308,7 +308,7 @@ def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) 
         args, kwargs = pytree.tree_unflatten(take_samples(whole, leaves, 0, max(error.sizes)), whole.in_spec)
         inputs = input_leaves(request.model, args, kwargs)[2]
         part = replace(request, args=args, kwargs=kwargs, leaves=inputs, chunks=1)
-        parts = replace(_graph_of_all_samples(part), of_mini_batch=whole, has_other_graphs=whole.has_other_graphs)
+        parts = replace(_graph_of_all_samples(part), of_mini_batch=whole)
         is_read = parts.guards_hold(leaves, parts.seed, error.sizes)
         error = error if is_read else OtherMicroBatchesError(whole, error.sizes, values_differ_message(parts))
         is_right = is_read and may_replace(whole, parts, leaves, error.sizes)
@@ -352,8 +352,14 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     traced = replace(traced, guards=extract_guards(traced))
     if request.is_compared:
         phase("comparing the graph with the model")
-        compared = check_training_equivalence(traced, leaves, request.chunks)
+        made: MakesState | None = None
+        try:
+            compared = check_training_equivalence(traced, leaves, request.chunks)
+        except MakesState as error:  # a difference at other sizes comes first: then no state makes the graph right
+            made, compared = error, {}
         traced = check_against_model(traced, leaves, request.chunks, compared)
+        if made is not None:
+            raise made
     else:
         traced = replace(traced, effects=effects_unverified(traced, leaves))
     is_told = is_faked() or traced.is_whole

@@ -193,7 +193,6 @@ class Traced:
     not_followed: str = ""  # the line where forward reads the batch size without a condition (`for row in x`)
     comparisons: SizeComparisons = field(default_factory=SizeComparisons)
     # The batch size is a number in the graph: it holds only for accepted splits.
-    has_other_graphs: bool = False  # does the model run another graph for other numbers of samples, unseen why?
     compares_micro_batches: bool = False
     is_whole: bool = False  # holds only for the mini-batch as one micro-batch: its results cannot be combined
     effects: Effects | None = None  # memory that nodes share and change

@@ -84,6 +84,7 @@ def check_against_model(
     parts = smaller if min(chunks, batch) > 1 else ()
     watched = {size: excuse_reads(traced, leaves, size) for size in parts} | dict(compared or {})
     refused, differing = set[int](), set[int]()
+    is_loop = traced.is_for_one_size and any(map(_takes_a_sample, traced.nodes))
     wanted: list[tuple[int, str, list[Any], RunResult | None]] = []
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
         if (size > batch + 1 and len(wanted) > 1) or not traced.holds_at(size):
@@ -115,7 +116,7 @@ def check_against_model(
             have = watched.get(size) or watch_seeded(traced, sample)
             _refuse_other_results(traced, want, have, note, size < batch or not traced.mini_batch_conditions)
         except TraceError:
-            if size == example or not traced.is_for_one_size:
+            if size == example or not is_loop:
                 raise
             differing.add(size)  # forward loops over the samples by their number
             continue
@@ -124,8 +125,7 @@ def check_against_model(
     sizes = {batch, *equal, *refused, *((example, batch + 1) if example != batch else ())}
     if differing:
         is_batch = SizeCondition(sympy.Eq(traced.batch, batch), next(info(n).source for n in traced.nodes))
-        conditions = (*traced.batch_conditions, is_batch)
-        return replace(traced, effects=effects_of(traced, seen), batch_conditions=conditions, has_other_graphs=True)
+        return replace(traced, effects=effects_of(traced, seen), batch_conditions=(*traced.batch_conditions, is_batch))
     # If Python used the batch size unnoticed, other sizes may differ even if the compared ones agree:
     # `h[: len(x) // 2 * 2]` is `h[:8]` with 8 and 9 samples.
     where = traced.not_followed or next((info(n).source for n in traced.nodes if _cuts_samples(n)), "")
@@ -134,6 +134,15 @@ def check_against_model(
         is_compared = sympy.Or(*(sympy.Eq(traced.batch, size) for size in sorted(sizes)))
         conditions = (*conditions, SizeCondition(is_compared, where))
     return replace(traced, effects=effects_of(traced, seen), batch_conditions=conditions)
+
+
+def _takes_a_sample(node: fx.Node) -> bool:
+    """Returns whether a node reads or writes one sample by its number: `x[i]`."""
+    if opname(node.target).strip("_") not in ("getitem", "setitem") or not isinstance(node.args[0], fx.Node):
+        return False
+    shapes, index = info(node.args[0]).shapes, node.args[1]
+    first = index[0] if isinstance(index, tuple) and index else index
+    return type(first) is int and len(shapes) == 1 and bool(shapes[0].shape[0].free_symbols)
 
 
 def _size_note(size: int, batch: int) -> str:

@@ -58,7 +58,6 @@ def _counts_without_gradients(m: Any, y: torch.Tensor) -> torch.Tensor:
 
 REFUSED: dict[str, Any] = {
     "a map of what samples share": lambda m, y: m.second(y.t() @ y),
-    "as many rows as values say": lambda m, y: y[y[:, 0] > 0],
     "a parameter is written": _writes_to_a_parameter,
     "a counter": _counts,
     "a counter, without gradients": _counts_without_gradients,

@@ -18,7 +18,7 @@ from helpers.traced_models import Forward
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import DecisionError, TraceError
+from fxpipe.errors import DecisionError
 from fxpipe.tracing import trace
 from fxpipe.tracing.node_info import info
 
@@ -269,12 +269,11 @@ class Mends(Bare):
 
 
 @pytest.mark.parametrize("kind", [Bare, ChecksTwo, Mends, Raises])
-def test_an_answer_after_which_forward_may_go_on_is_not_only_checked(kind):
-    """It is refused: the model itself reads a value that only the stages know, and calls no module."""
-    with pytest.raises(
-        TraceError, match=r"\(bool\) that depends on the inputs and 'first' at .*test_guards.py:\d+; .*into a module"
-    ):
-        fxpipe.trace(kind(), (positive(),))
+def test_a_method_with_an_answer_after_which_forward_may_go_on_is_kept_whole(kind):
+    with pipe_of(kind(), example_args=(positive(),)) as pipe:
+        assert pipe.plan.why[-1].startswith("method 'looked_at' is kept whole: the model reads the value of a tensor")
+        for x in (positive(), mixed_signs()):
+            assert fxpipe.verify(pipe, x)
 
 
 class Masked(nn.Module):

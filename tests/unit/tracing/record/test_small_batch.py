@@ -87,12 +87,23 @@ def by_parts(x):
     return torch.cat([x[n : n + 4].tanh() for n in range(0, len(x), 4)])
 
 
+def test_loop_that_goes_once_for_a_part():
+    with pytest.raises(TraceError, match="other functions"):
+        fxpipe.trace(calling(by_parts), (EXAMPLE,), chunks=4)
+
+
 def at_the_size_of_the_example(x):
     return x.relu() if count(x) == 12 else x.tanh()
 
 
 def above_the_size_of_the_example(x):
     return x.relu() if count(x) > 12 else x.tanh()
+
+
+@pytest.mark.parametrize("function", [at_the_size_of_the_example, above_the_size_of_the_example])
+def test_branch_on_the_number_of_samples(function):
+    with pytest.raises((TraceError, ArgumentError), match="samples"):
+        fxpipe.trace(calling(function), (EXAMPLE,), chunks=4)
 
 
 def test_value_that_is_read_is_that_of_all_samples():
@@ -122,23 +133,9 @@ def at_five_in_all(x):
     return x * torch.full((x.shape[0],), 5).sum().item()
 
 
-@pytest.mark.parametrize(
-    "function", [by_parts, at_the_size_of_the_example, above_the_size_of_the_example, at_five_in_all]
-)
-def test_graph_that_is_another_for_a_part_is_that_of_all_samples(function):
-    traced = fxpipe.trace(calling(function), (EXAMPLE,), chunks=4)
-    assert traced.recorded_samples is None
-    assert traced.holds_at(12)
-    assert not traced.holds_at(13)
-    assert is_graph_of(traced, [EXAMPLE])
-
-
-def test_each_graph_holds_for_its_number_of_samples_if_others_have_other_graphs():
-    model = calling(above_the_size_of_the_example)
-    with fxpipe.pipeline(model, 2, 1, example_args=(EXAMPLE,)) as pipe:
-        for samples in (6, 13, 12):  # the graph of six is that of all up to twelve
-            x = torch.randn(samples, *EXAMPLE.shape[1:])
-            torch.testing.assert_close(pipe(x), model(x))
+def test_value_that_depends_on_the_number_of_samples():
+    with pytest.raises((ArgumentError, TraceError)):
+        fxpipe.trace(calling(at_five_in_all), (EXAMPLE,), chunks=4)
 
 
 @pytest.mark.parametrize("is_of_samples", [False, True])
