@@ -352,14 +352,14 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     traced = replace(traced, guards=extract_guards(traced))
     if request.is_compared:
         phase("comparing the graph with the model")
-        made: MakesState | None = None
+        refusal: MakesState | None = None
         try:
             compared = check_training_equivalence(traced, leaves, request.chunks)
         except MakesState as error:  # a difference at other sizes comes first: then no state makes the graph right
-            made, compared = error, {}
+            refusal, compared = error, {}
         traced = check_against_model(traced, leaves, request.chunks, compared)
-        if made is not None:
-            raise made
+        if refusal is not None:
+            raise refusal
     else:
         traced = replace(traced, effects=effects_unverified(traced, leaves))
     is_told = is_faked() or traced.is_whole
