@@ -501,7 +501,7 @@ class Programs:
 def _refuse_unknown_weights(graphs: Sequence[Traced], samples: Sequence[int]) -> None:
     """Raises `ArgumentError` if micro-batches may have other numbers of samples than their graphs suggest."""
     held = [[leaf for leaf, dim in zip(one.leaves, one.in_dims, strict=True) if dim is not None] for one in graphs]
-    # The rows of tensors in a list may be those of one sample.
+    # All rows of a tensor in a list may be of one sample.
     places = [[place for place, dim in enumerate(one.in_dims) if dim is not None] for one in graphs]
     of_lists = any(_places_in_lists(one).issuperset(own) for one, own in zip(graphs, places, strict=True) if own)
     if (not all(held) and any(held)) or (of_lists and len({*samples}) > 1):
@@ -514,7 +514,7 @@ def _refuse_unknown_weights(graphs: Sequence[Traced], samples: Sequence[int]) ->
 
 
 def _places_in_lists(traced: Traced) -> set[int]:
-    """Returns the places of inputs that stand in a list."""
+    """Returns the places of inputs that are in a list."""
     arguments = pytree.tree_unflatten([*range(len(traced.leaves))], traced.in_spec)
     parts = pytree.tree_leaves(arguments, is_leaf=lambda part: isinstance(part, list))
     return {place for part in parts if isinstance(part, list) for place in pytree.tree_leaves(part)}

@@ -16,7 +16,7 @@ from torch import nn
 from fxpipe._torch.autograd import HiddenStateError, backward_state
 from fxpipe.tracing.tensors import storage_of
 
-AutogradGraph: TypeAlias = list[Any]  # of the outputs, then of each function as it is reached: plain values and tensors
+AutogradGraph: TypeAlias = list[Any]  # plain values and tensors: an entry for each output, then for each function
 
 _PLAIN = (type(None), bool, int, float, complex, str, type, torch.dtype, torch.device, torch.layout)
 
@@ -29,7 +29,7 @@ def autograd_graph(
     Saved values in the storages `written` are copied, because they may change.
     """
     names = {id(leaf): name for name, leaf in leaves.items()}
-    numbers: dict[Any, int] = {}  # of functions
+    numbers: dict[Any, int] = {}  # places of functions in `reached`
     reached: list[Any] = []  # functions in the order of their numbers
 
     def edge(function: Any, place: int) -> tuple[int, int] | None:

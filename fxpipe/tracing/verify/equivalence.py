@@ -72,8 +72,8 @@ def check_against_model(
     These are the micro-batch sizes (one sample fewer if a micro-batch is as large as the batch), and one sample more: a
     loop over four samples with slices works with three. Skips sizes that the model rejects. A graph recorded on some
     samples is compared at the micro-batch sizes and only observed at the size of a larger part. Raises `TraceError`,
-    with the name, the size and the remedy, if an output or a buffer differs. `compared`: by size, runs of the graph
-    that are equal to the model's.
+    with the name, the size and the remedy, if an output or a buffer differs. `compared`: runs of the graph, by size,
+    equal to the model's.
     """
     batch = traced.batch_of(leaves)
     smaller = micro_batch_sizes(batch, chunks) - {batch} or {batch - 1} - {0}

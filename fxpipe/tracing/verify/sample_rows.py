@@ -67,7 +67,7 @@ class _Findings:
     blocks: set[fx.Node] = field(default_factory=set)  # values that join although an argument does not
     opened: set[fx.Node] = field(default_factory=set)  # blocks observed to depend on that argument
     selected: set[fx.Node] = field(default_factory=set)  # values whose size depends on values
-    shown: set[fx.Node] = field(default_factory=set)  # those of which several parts have rows
+    shown: set[fx.Node] = field(default_factory=set)  # selected values with rows in several parts
     sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # arguments and values written to the node
     parameters: _Opened = field(default_factory=dict)
     may_fail: bool = False  # may a node fail on a part? It does not join then, and parts go on with the whole's value
