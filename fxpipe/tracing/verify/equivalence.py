@@ -142,7 +142,7 @@ def _takes_a_sample(node: fx.Node) -> bool:
         return False
     shapes, index = info(node.args[0]).shapes, node.args[1]
     first = index[0] if isinstance(index, tuple) and index else index
-    return type(first) is int and len(shapes) == 1 and bool(shapes[0].shape[0].free_symbols)
+    return type(first) is int and len(shapes) == 1 and any(size.free_symbols for size in shapes[0].shape[:1])
 
 
 def _size_note(size: int, batch: int) -> str:
