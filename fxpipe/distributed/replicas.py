@@ -187,7 +187,7 @@ def parameters_of_loss(one: MiniBatch) -> list[tuple[nn.Parameter, torch.Tensor,
 
 
 def drop_gradients_of_loss(one: MiniBatch) -> None:
-    """Drops the gradients of parameters that loss_fn uses: the first replica has those of the same loss."""
+    """Drops the gradients of parameters that loss_fn uses, because the first replica has the same gradients."""
     for leaf, gradient, count in parameters_of_loss(one):
         one.loss.own[id(leaf)] = (leaf, torch.zeros_like(gradient), count)  # type: ignore[union-attr]
 

@@ -156,7 +156,7 @@ class StageTotals:
         self.assigned: set[str] = set()  # names of buffers that forward sets to another tensor
         self.sums: dict[str, torch.Tensor] = {}
         self.when_final: Callable[[StageTotals, str], None] | None = None  # called with each name whose sum is complete
-        self._counters: dict[str, torch.Tensor] = {}  # what each F changes alike, after any F
+        self._counters: dict[str, torch.Tensor] = {}  # values after any F, because each F leaves the same
         self._statistics: dict[int, list[BatchStatistics]] = {}  # from deferred batch norm, by micro-batch
         self._counts: dict[str, int] = {}
 

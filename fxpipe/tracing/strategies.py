@@ -28,7 +28,7 @@ from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, methods_to_kee
 from fxpipe.tracing.record.other_sizes import read_untracked_sizes, record_small_batch, record_with_batch_numbers
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.recorded_sizes import Disguise
-from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
+from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.output_dims import graph_of_stages, of_any_sizes, read_by_python_only
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.traced import (
@@ -57,12 +57,7 @@ from fxpipe.tracing.verify.effects import (
     refuse_remembered_samples,
     refuse_unwritable_inputs,
 )
-from fxpipe.tracing.verify.equivalence import (
-    check_against_model,
-    check_training_equivalence,
-    effects_unverified,
-    take_samples,
-)
+from fxpipe.tracing.verify.equivalence import check_against_model, effects_unverified, take_samples
 from fxpipe.tracing.verify.owners import samples_meet
 from fxpipe.tracing.verify.sample_rows import join_sample_rows
 from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
@@ -352,14 +347,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     traced = replace(traced, guards=extract_guards(traced))
     if request.is_compared:
         phase("comparing the graph with the model")
-        refusal: MakesState | None = None
-        try:
-            compared = check_training_equivalence(traced, leaves, request.chunks)
-        except MakesState as error:  # a difference at other sizes comes first: then no state makes the graph right
-            refusal, compared = error, {}
-        traced = check_against_model(traced, leaves, request.chunks, compared)
-        if refusal is not None:
-            raise refusal
+        traced = check_against_model(traced, leaves, request.chunks)
     else:
         traced = replace(traced, effects=effects_unverified(traced, leaves))
     is_told = is_faked() or traced.is_whole

@@ -114,9 +114,8 @@ def test_evaluation_is_of_the_mini_batch(name, whole):
     plain = copy.deepcopy(model)
     to_evaluation(plain)
     options: dict[str, Any] = {"leaf_modules": [type(model[1])]} if whole else {}
-    options |= (
-        {"out_dims": 0} if name == "used before it moves" else {}
-    )  # else a bank of samples, and refused in training
+    if name == "used before it moves":
+        options["out_dims"] = 0  # else it is a bank of samples, and refused in training
     x = torch.randn(6, 8)
     with (
         warnings.catch_warnings(),

@@ -288,7 +288,8 @@ def test_a_cached_property_may_be_computed_in_any_call():
             assert len(pipe._fxpipe.graphs) <= 3  # the first may be without the number
 
 
-def test_a_cached_property_of_what_forward_sets_is_not_left_from_planning():
+@pytest.mark.parametrize("size", [lambda x: x.shape[0], lambda x: int(x.shape[0])])
+def test_a_cached_property_of_what_forward_sets_is_not_left_from_planning(size):
     """Planning runs the model with other numbers of samples; the plain model would keep the number of one of them."""
 
     class OfInput(Scaled):
@@ -297,7 +298,7 @@ def test_a_cached_property_of_what_forward_sets_is_not_left_from_planning():
             return float(self.length)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.length = int(x.shape[0])
+            self.length = size(x)
             return super().forward(x)
 
     model = Model(function=lambda m, x: m.second(m.scaled(m.first(x))), scaled=OfInput(4, 4))

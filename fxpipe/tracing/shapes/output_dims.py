@@ -185,7 +185,7 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -
         why = "depends on the batch but has no dimension for it"
         example = batch_sizes(traced.leaves, traced.in_dims)
         if traced.is_for_one_size and _sizes_of(output)[:1] == (*example,):
-            return 0  # whether the rows are of the samples, comparisons of micro-batches will tell
+            return 0  # comparisons of micro-batches decide whether the rows are of samples
         if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
             why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"
         lists = [n for n in traced.graph.nodes if info(n).is_guarded_read and isinstance(value_read_of(n).value, list)]

@@ -130,7 +130,7 @@ def observe_run(traced: Traced, sample: Sequence[Any], saves: bool = False) -> G
                 value = draws.take(lambda: run_node(node, values))
         changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if version_of(t) != v}
         changed |= {key for key, old in before.items() if not equal_tensors(buffers[key][1], old)}
-        for source in node.all_input_nodes if runs_python(node) else ():  # it may write the value that is there
+        for source in node.all_input_nodes if runs_python(node) else ():  # it may write an equal value
             if info(source).storages & info(node).written_storages:
                 changed |= set(map(storages.name, tensors_in(values[source])))
         if node.target in NORM_FUNCTIONS:  # update their buffers without raising the version
@@ -308,7 +308,11 @@ def _writers_of_state(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
     return {n: own for n, own in writers.items() if own}
 
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm, which may run inside Python
+_STATISTICS = (
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+)  # buffers of batch norm, which may run inside Python
 _VIEWS = frozenset("getitem narrow index_select t transpose detach clone".split())
 
 

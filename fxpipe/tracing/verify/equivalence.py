@@ -64,16 +64,13 @@ def take_samples(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -
     return slice_samples(leaves, traced.in_dims, start, stop)
 
 
-def check_against_model(
-    traced: Traced, leaves: Sequence[Any], chunks: int = 1, compared: Mapping[int, GraphRun] | None = None
-) -> Traced:
+def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> Traced:
     """Compares graph and model on the inputs and at other sizes; returns the graph with observed `effects`.
 
     These are the micro-batch sizes (one sample fewer if a micro-batch is as large as the batch), and one sample more: a
     loop over four samples with slices works with three. Skips sizes that the model rejects. A graph recorded on some
     samples is compared at the micro-batch sizes and only observed at the size of a larger part. Raises `TraceError`,
-    with the name, the size and the remedy, if an output or a buffer differs. `compared`: runs of the graph, by size,
-    equal to the model's.
+    with the name, the size and the remedy, if an output or a buffer differs, or a gradient at the smallest size.
     """
     batch = traced.batch_of(leaves)
     smaller = micro_batch_sizes(batch, chunks) - {batch} or {batch - 1} - {0}
@@ -82,7 +79,8 @@ def check_against_model(
     if traced.recorded_samples is not None and not traced.holds_at(batch):
         raise TraceError("forward does something else with all samples than with a part of them")
     parts = smaller if min(chunks, batch) > 1 else ()
-    watched = {size: excuse_reads(traced, leaves, size) for size in parts} | dict(compared or {})
+    watched = {size: excuse_reads(traced, leaves, size) for size in parts}
+    watched |= check_training_equivalence(traced, leaves, chunks)  # also at excused sizes
     refused, differing = set[int](), set[int]()
     is_loop = traced.is_for_one_size and any(map(_takes_a_sample, traced.nodes))
     wanted: list[tuple[int, str, list[Any], RunResult | None]] = []

@@ -38,7 +38,7 @@ def samples_meet(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int]) ->
     results = zip(traced.handed_out, traced.handed_out_dims, strict=True)
     rows = [result for result, how in results if isinstance(how, int)]
     used = set[fx.Node]().union(*map(dependencies_of, rows))
-    for node in reversed(traced.graph.nodes):  # what writes to the memory of values that are used, too
+    for node in reversed(traced.graph.nodes):  # nodes that write to the memory of used values, too
         written = info(node).written_storages
         if written and any(not written.isdisjoint(info(other).storages) for other in used):
             used.update(dependencies_of(node))

@@ -127,7 +127,7 @@ def test_threads_have_their_own_say(monkeypatch):
     ("module", "slow_pass", "shown"),
     [
         ("fxpipe.profiling", "count_flops_and_bytes", "counting operations"),
-        ("fxpipe.tracing.strategies", "check_training_equivalence", "comparing the graph with the model"),
+        ("fxpipe.tracing.strategies", "check_against_model", "comparing the graph with the model"),
         ("fxpipe.planning.passes", "choose_cut", "cutting"),
     ],
 )
