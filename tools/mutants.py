@@ -1659,8 +1659,8 @@ TRACING = (
         "behaviour/test_joint_tail.py::test_a_stream_refuses_it_before_a_mini_batch_runs",
     ),
     Mutant(
-        "tracing/verify/sample_rows.py",
-        "            self.joins |= dict.fromkeys(self.failed, _NO_JOIN)\n",
+        "tracing/verify/side_by_side.py",
+        "            self.joins |= dict.fromkeys(self.failed, NO_JOIN)\n",
         "",
         "behaviour/test_joint_tail.py",
         "the whole's value in each part is neither rows nor a sum, and a claim that it is the same ends in a refusal",
@@ -1690,19 +1690,19 @@ TRACING = (
         "behaviour/test_joint_tail.py::test_state_of_the_tail_is_refused_with_the_line",
     ),
     Mutant(
-        "tracing/verify/sample_rows.py",
+        "tracing/verify/side_by_side.py",
         "        hiding = {n for n in self.blocks - self.opened if self.joins[n] or len(info(n).shapes) > 1}",
         "        hiding = set()",
         "attacks/test_samples_meet.py::test_samples_that_meet_are_refused_with_the_line",
     ),
     Mutant(
-        "tracing/verify/sample_rows.py",
+        "tracing/verify/side_by_side.py",
         "not all(size.is_polynomial() for size in of_values)",
         "False",
         "behaviour/test_unequal_outputs.py::test_selected_rows_that_are_cut_by_their_number_are_cut_once",
     ),
     Mutant(
-        "tracing/verify/sample_rows.py",
+        "tracing/verify/side_by_side.py",
         " or (arguments and of_values):",
         ":",
         "behaviour/test_unequal_outputs.py::test_python_that_decides_by_the_number_of_selected_rows_is_refused",
@@ -1726,7 +1726,7 @@ TRACING = (
         "behaviour/test_unequal_outputs.py::test_rows_that_a_mask_selects_are_rows_of_samples",
     ),
     Mutant(
-        "tracing/verify/sample_rows.py",
+        "tracing/verify/side_by_side.py",
         "                hiding.add(node)",
         "                pass",
         "attacks/test_samples_meet.py::test_samples_that_meet_are_refused_with_the_line",
@@ -1738,7 +1738,7 @@ TRACING = (
         "attacks/test_samples_meet.py::test_samples_that_meet_are_refused_with_the_line",
     ),
     Mutant(
-        "tracing/verify/sample_rows.py",
+        "tracing/verify/side_by_side.py",
         "self.parameters[node] = compared_sizes.opened(parameter)",
         "self.parameters[node] = parameter",
         "attacks/test_samples_meet.py::test_right_models_stay_accepted",
@@ -1798,7 +1798,7 @@ TRACING = (
         "unit/tracing/verify/test_training_equivalence.py::test_large_gradients_are_compared_by_their_sums",
     ),
     Mutant(
-        "tracing/verify/sample_rows.py",
+        "tracing/verify/side_by_side.py",
         "((1, -1) if has_integers else ())",
         "()",
         "attacks/test_samples_meet.py::test_integers_of_an_example_hide_no_order_of_samples",
