@@ -500,12 +500,11 @@ class Programs:
 
 def _refuse_unknown_weights(graphs: Sequence[Traced], samples: Sequence[int]) -> None:
     """Raises `ArgumentError` if micro-batches may have other numbers of samples than their graphs suggest."""
-    held = [[leaf for leaf, dim in zip(one.leaves, one.in_dims, strict=True) if dim is not None] for one in graphs]
+    held = [(one, [place for place, dim in enumerate(one.in_dims) if dim is not None]) for one in graphs]
     # All rows of a tensor in a list may be of one sample.
-    places = [[place for place, dim in enumerate(one.in_dims) if dim is not None] for one in graphs]
-    of_lists = any(_places_in_lists(one).issuperset(own) for one, own in zip(graphs, places, strict=True) if own)
-    if (not all(held) and any(held)) or (of_lists and len({*samples}) > 1):
-        names = dict.fromkeys(leaf.head for leaves in held for leaf in leaves)
+    of_lists = any(_places_in_lists(one).issuperset(places) for one, places in held if places)
+    if len({bool(places) for _, places in held}) > 1 or (of_lists and len({*samples}) > 1):
+        names = dict.fromkeys(one.leaves[place].head for one, places in held for place in places)
         raise ArgumentError(
             f"micro-batches are weighted by samples, and whether {' and '.join(names)} has a row for each sample "
             f"cannot be told (the numbers would be {', '.join(map(str, samples))}); name the dimension of samples in "

@@ -178,8 +178,9 @@ class _OwnerRun:
 
 
 def _filled(value: torch.Tensor, owner: torch.Tensor, background: bool | None) -> torch.Tensor:
-    is_filled = background is not None and value.dtype == torch.bool
-    return value.masked_fill(owner != _NOBODY, background) if is_filled and background is not None else value
+    if background is None or value.dtype != torch.bool:
+        return value
+    return value.masked_fill(owner != _NOBODY, background)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
