@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,6 +99,7 @@ class Clock:
     device: torch.device | None = None  # device for the overhead of autograd; None: no overhead is subtracted
     tick: float = 0.0  # seconds between two marks with nothing in between
     waited: Callable[[], float] = float  # seconds that this thread has waited so far, but not for a core
+    overheads: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # of autograd, by numbers of tensors
 
     @classmethod
     def on(cls, device: torch.device) -> Clock:
@@ -135,7 +136,7 @@ class Clock:
         """Measures backward from `ends` to `starts`, as a part of a longer backward.
 
         Calling autograd takes longer than a small node, and a real backward calls it once for all nodes. So the
-        overhead, measured just before, is subtracted; by chance the result may be negative.
+        overhead is measured, too, and subtracted; by chance the result may be negative.
 
         Args:
             gradients: gradients of `ends`.
@@ -144,20 +145,20 @@ class Clock:
         if not ends or not starts:
             return 0.0
         with torch.autograd.set_multithreading_enabled(False):  # as in a stage: in this thread, on all devices
-            by_itself = 0.0
-            if self.device is not None:
+            overheads = self.overheads.setdefault((len(ends), len(starts)), [])
+            if self.device is not None and len(overheads) < _TICKS:
                 count = max(len(ends), len(starts))
                 tensors = [torch.zeros((), device=self.device, requires_grad=True) for _ in range(count)]
                 ones = [torch.ones_like(t) for t in tensors[: len(ends)]]
                 empty = tensors[: len(ends)], tensors[: len(starts)], ones, ()
-                by_itself = self.seconds(_run_backward, *empty)[0]
+                overheads.append(self.seconds(_run_backward, *empty)[0])
             try:
                 seconds, _ = self.seconds(_run_backward, ends, starts, gradients, totals)
             except RuntimeError as error:
                 if not has_no_way_back(error):
                     raise
                 return 0.0
-        return seconds - by_itself
+        return seconds - median(overheads) if overheads else seconds
 
 
 def _run_backward(

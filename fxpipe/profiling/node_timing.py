@@ -131,6 +131,7 @@ class TimingRounds:
     _negligible: float = 0.0  # seconds, for all nodes of a kind
     _kept: dict[Hashable, torch.Tensor] = field(default_factory=dict)  # by kind: a value
     _room: int = KEPT_BYTES  # for more of these
+    _of_model: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # inputs and tensors of the model, if held
     outputs: dict[fx.Node, NodeValue] = field(default_factory=dict)  # values of the model's output in the first round
 
     def __post_init__(self) -> None:
@@ -150,10 +151,12 @@ class TimingRounds:
         for kind, its in of_kind.items():
             self._chosen.update(sorted(its, key=self._taken.__getitem__)[: self._missing(kind)])
         stop = max((p + 1 for p, n in enumerate(nodes) if n not in self.kind or n in self._chosen), default=0)
+        needed = self._needed()
         try:
             for place, node in enumerate(nodes[:stop]):
-                with naming_node(node, "measuring"):
-                    self._visit(node, place)
+                if node in needed:
+                    with naming_node(node, "measuring"):
+                        self._visit(node, place)
                 self.effects.drop_unused(node, self.values)
                 self.step()
             self._back.go()
@@ -188,6 +191,17 @@ class TimingRounds:
             return repeats - count
         negligible = max(self._negligible / self._number[kind], UNIMPORTANT_SECONDS)
         return 0 if samples.are_precise(negligible) else self.repeats
+
+    def _needed(self) -> set[fx.Node]:
+        """Returns the nodes to sample in this round, and those whose values these need."""
+        nodes = self.effects.nodes
+        if len(self.kind) < len(nodes) or self._written:
+            return {*nodes}
+        needed = {*self._chosen}
+        for node in reversed(nodes):
+            if node in needed and (node in self._chosen or self.kind[node] not in self._kept):
+                needed.update(node.all_input_nodes)
+        return needed
 
     def _visit(self, node: fx.Node, place: int) -> None:
         for source in node.all_input_nodes:
@@ -266,6 +280,8 @@ class TimingRounds:
 
     def _held(self, node: fx.Node) -> torch.Tensor:
         """Returns an input or a tensor of the model, on the device; a copy if a node will write to it."""
+        if node in self._of_model:
+            return self._of_model[node]
         is_input = node.op == "placeholder"
         tensor = (
             self.leaves[self.traced.place_of(node)] if is_input else fake_if_active(attribute_tensor(self.traced, node))
@@ -277,6 +293,8 @@ class TimingRounds:
         # An inference tensor cannot be saved for backward; its copy can.
         elif self.effects.alias[node] in self._written or tensor.is_inference():
             held = held.clone()
+        else:
+            self._of_model[node] = held
         return held.requires_grad_(needs_grad)
 
     def _spread_grad(self, written: Sequence[fx.Node], leaves_grad: Sequence[bool]) -> None:

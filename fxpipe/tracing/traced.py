@@ -95,6 +95,7 @@ class RecordingOptions:
     in_compile_mode: bool = False  # libraries take their general code paths
     hashes_sizes: bool = False  # sizes can be keys of a dict
     records_hooks: bool = False  # hooks that are methods of modules are recorded like lines of forward
+    locates_draws: bool = False  # after each module, is it asked whether Python has drawn random numbers?
     draws_for_python: bool = False  # torch draws the numbers that forward draws with Python or numpy
     may_overwrite: bool = False  # forward may overwrite attributes that it has not read
     keeps_saved: bool = False  # tensors that autograd saves, since forward runs it

@@ -153,4 +153,4 @@ def test_a_failed_step_sets_nothing() -> None:
         del model.kept
         x = torch.randn(4, 3)
         pipe(x)
-        assert torch.allclose(model.kept, model.first(x).softmax(1))
+        torch.testing.assert_close(model.kept, model.first(x).softmax(1))

@@ -240,7 +240,9 @@ def _run_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kw
     path = recorder.paths.get(id(module), recorder.module)
     if path in recorder.whole and recorder.paths.get(id(module)):
         return call_leaf_module(recorder, module, path, args, kwargs)
-    recorder.random.note_python()
+    locates_draws = recorder.options.locates_draws
+    if locates_draws:
+        recorder.random.note_python()
     recorder.stack.append(RunningModule(path, module))
     try:
         forward = forward_of(module)
@@ -264,7 +266,8 @@ def _run_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kw
         recorder.module_of_error = recorder.module_of_error or path
         raise
     finally:
-        recorder.random.note_python()
+        if locates_draws or module is recorder.model:
+            recorder.random.note_python()
         recorder.stack.pop()
 
 

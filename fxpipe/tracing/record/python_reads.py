@@ -35,6 +35,7 @@ class PythonReads:
         self._reached: dict[int, tuple[Any, set[str] | None]] = {}
         self._classes: dict[type, dict[str, Any]] = {}  # patched classes with their original methods
         self._is_elsewhere: Callable[[], bool] = lambda: True
+        self.watch: Callable[[bool], None] = lambda is_on: None  # starts and stops it: a profiler slows all Python
 
     def add_attribute(self, owner: dict[str, Any], name: str) -> None:
         key = (id(owner), name)
@@ -67,7 +68,7 @@ class PythonReads:
 
         self._is_elsewhere = lambda: collects or is_elsewhere()
         is_profiled = sys.getprofile() is not None
-        watch: Any = sys.settrace if is_profiled else sys.setprofile  # a user's profiler could not be restored
+        replace: Any = sys.settrace if is_profiled else sys.setprofile  # a user's profiler could not be restored
         outer: Any = sys.gettrace() if is_profiled else None
 
         def enter(frame: FrameType, event: str, argument: Any) -> Any:
@@ -77,11 +78,13 @@ class PythonReads:
 
         gc.callbacks.insert(0, begin)
         gc.callbacks.append(end)
-        watch(enter)
+        self.watch = lambda is_on: replace(enter if is_on else outer)
+        self.watch(True)
         try:
             yield
         finally:
-            watch(outer)
+            self.watch(False)
+            self.watch = lambda is_on: None
             gc.callbacks.remove(begin)
             gc.callbacks.remove(end)
             self._is_elsewhere = lambda: True

@@ -103,7 +103,9 @@ def record(
                 return _record_once(recorder, args, kwargs), recorder
             except Exception as error:
                 is_drawn = "" in recorder.random.python_modules
-                if recorder.hides_sequences:
+                if recorder.random.python_modules and not options.locates_draws:
+                    options = replace(options, locates_draws=True)
+                elif recorder.hides_sequences:
                     options = replace(options, reads_sequences=True)
                 elif recorder.differentiates and not options.keeps_saved:
                     options = replace(options, keeps_saved=True)

@@ -380,7 +380,14 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        self.python_reads.watch(False)  # this is not the model's Python
+        try:
+            return self._record(func, args, kwargs or {})
+        finally:
+            self.python_reads.watch(True)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Adds nodes for a call of a function, and returns what it returns."""
         name = functions.opname(func)
         if self.paused:
             return self._unrecorded(func, args, kwargs)
@@ -421,7 +428,7 @@ class Recorder(TorchFunctionMode):
         if func in self.replacements:
             return self.replacements[func](*args, **kwargs)
         if functions.SPLIT_FUNCTIONS.get(name) == 2 and isinstance((*args, 1)[1], torch.Tensor):
-            self.__torch_function__(torch.Tensor.__index__, (), args[1:2])
+            self._record(torch.Tensor.__index__, args[1:2], {})
         if name in functions.SPLIT_FUNCTIONS and args and not isinstance((*args, 1)[1], (list, tuple)):
             self.sizes.read_pieces(name, args, kwargs.get("dim", (*args, 0, 0)[functions.SPLIT_FUNCTIONS[name]]))
         if name == "__iter__":
@@ -574,7 +581,7 @@ class Recorder(TorchFunctionMode):
     def _attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         attribute = func.__self__.__name__
         if name == "__set__" and attribute == "requires_grad" and args[1] and self.knows(args[0]):
-            self.__torch_function__(torch.Tensor.requires_grad_, (), args[:1])
+            self._record(torch.Tensor.requires_grad_, args[:1], {})
             return None
         if name == "__set__" and attribute == "_backward_hooks" and args[1] is None:
             return func(*args)  # called by C++ for tensors that an autograd.Function has written to
@@ -582,8 +589,8 @@ class Recorder(TorchFunctionMode):
             return None  # `module.to(x.dtype)` that changes nothing
         if name == "__set__" and attribute == "data" and _is_frozen(args[0]) and args[0].shape == args[1].shape:
             with torch.no_grad():
-                value = self.__torch_function__(torch.Tensor.detach, (), args[1:])
-                return self.__torch_function__(torch.Tensor.copy_, (), (args[0], value))
+                value = self._record(torch.Tensor.detach, args[1:], {})
+                return self._record(torch.Tensor.copy_, (args[0], value), {})
         if name == "__set__":
             remedy = "use a function that gives a new tensor"
             raise self.refuse(f"sets the attribute `.{attribute}` of a tensor", remedy, whole=self.knows(args[0]))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ _LIKE_FIRST = _UNSET | frozenset(
     "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full new_tensor".split()
 )  # do not use the values of their first argument
 _SEVERAL_DRAWS = frozenset("rrelu rrelu_ poisson binomial _standard_gamma _Dirichlet".split())  # draws vary with values
+_MAPS: dict[Any, int] = {F.linear: 0, torch.addmm: 1}  # linear maps of rows, with the place of what they map
 _LIKE_SECOND = frozenset("view_as expand_as reshape_as type_as to".split())  # use the values of their first argument
 
 
@@ -160,6 +161,7 @@ class SideBySide(Findings):
             if memory := info(writer).written_storages & self.state:
                 for node in dependencies_of(writer):
                     self.updates[node] = self.updates.get(node, frozenset()) | memory
+        self.noise: dict[Hashable, torch.Tensor] = {}  # by number of elements, dtype and device
         self.of_buffers = {*self.buffers}  # values computed from buffers, and not from samples
 
     def run(self, leaves: Sequence[Any], is_reversed: bool, results: Sequence[fx.Node]) -> None:
@@ -221,6 +223,10 @@ class SideBySide(Findings):
         return [_copied(self._call(node, 0)) for _ in self.samples]
 
     def _results(self, node: fx.Node) -> list[Any]:
+        dim = self._dim_of_map(node)
+        if dim is not None:
+            whole = self._call(node, 0)
+            return [whole, *whole.split([part.shape[dim] for part in self.values[_mapped(node)][1:]], dim)]
         if not info(node).is_random or node.target in compared_sizes.MADE_DETERMINISTIC:
             results = [self._call(node, k) for k in range(len(self.samples))]
             if info(node).is_random and self.is_noisy:  # else a value less the same value after dropout is always 0
@@ -237,6 +243,19 @@ class SideBySide(Findings):
             return results[::-1]
         torch.rand(())  # so that the next node draws other numbers
         return self._with_rows_of_whole(results[::-1])
+
+    def _dim_of_map(self, node: fx.Node) -> int | None:
+        """Returns the dimension of the rows if a node is a linear map of rows by parameters; parts need not run it."""
+        if node.target not in _MAPS or self.has_python:
+            return None
+        mapped = _mapped(node)
+        sources = [n for n in node.all_input_nodes if n is not mapped]
+        if not isinstance(mapped, fx.Node) or any(n.op != "get_attr" or n in self.buffers for n in sources):
+            return None
+        values = [self.values[n][0] for n in node.all_input_nodes]
+        dims = [how for how in self.joins[mapped] if isinstance(how, int)]
+        is_plain = all(type(value) is torch.Tensor for value in values)  # others may scale by what all samples hold
+        return dims[0] if is_plain and len(dims) == 1 and dims[0] < self.values[mapped][0].dim() - 1 else None
 
     def _call(self, node: fx.Node, k: int, changed: Callable[[fx.Node], Any] | None = None) -> Any:
         """Runs a node on the whole (k = 0) or on part k."""
@@ -470,6 +489,15 @@ class SideBySide(Findings):
             return False
         return any(not is_close(one, other, EVIDENCE * _tolerance(one)) for one, other in zip(*pairs, strict=False))
 
+    def _noise(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns factors about 1 for all elements, the same for all values of a size."""
+        kind = value.numel(), value.dtype, value.device
+        if kind not in self.noise:
+            factors = 1 + 0.05 * torch.randn(10007, generator=torch.Generator().manual_seed(7))
+            repeated = factors.repeat(-(-value.numel() // len(factors)))[: value.numel()]
+            self.noise = {kind: repeated.to(value.device, value.dtype)}  # of one kind, since they take memory
+        return self.noise[kind].view(value.shape)
+
     def _spread(self, node: fx.Node) -> None:
         """Gives parts the rows of the whole, so that rounding does not add up; adds noise, or repeats one sample."""
         values, dims = self.values[node], [how for how in self.joins[node] if isinstance(how, int)]
@@ -479,12 +507,13 @@ class SideBySide(Findings):
         value, dim = values[0].detach(), dims[0]
         rows, rest = divmod(value.shape[dim], sum(self.parts))
         if node in self.features and _is_float(value) and self.is_noisy and value.numel() > 0:
-            noise = torch.randn(10007, generator=torch.Generator().manual_seed(7)).to(value.device)
-            noise = noise.repeat(-(-value.numel() // len(noise)))[: value.numel()].view(value.shape).to(value.dtype)
-            least, most = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+            noise = self._noise(value)
+            least, most = torch.aminmax(value)
+            if least.isnan():
+                least, most = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
             # Equal values show nothing about samples: a state of zeros, a mask that hides everything.
             is_equal = bool(least == most)
-            value = value + 0.1 * noise.abs() if is_equal else (value * (1 + 0.05 * noise)).clamp_(least, most)
+            value = value + 2 * (noise - 1).abs() if is_equal else (value * noise).clamp_(least, most)
             first = values[1].shape[dim]
             value.narrow(dim, first, value.shape[dim] - first).mul_(0.7)  # statistics of the parts differ
         elif self.mode == "equal" and not (rest or value.is_floating_point() or value.is_complex()):
@@ -499,6 +528,11 @@ def _value_sources(node: fx.Node) -> list[fx.Node]:
     if node.op in CALL_OPS and name in _LIKE_FIRST | _LIKE_SECOND and node.args:
         sources = [n for n in sources if (n is node.args[0]) == (name in _LIKE_SECOND)]
     return [n for n in sources if info(n).number is None]
+
+
+def _mapped(node: fx.Node) -> Any:
+    place = _MAPS[node.target]
+    return node.args[place] if len(node.args) > place else None
 
 
 def _is_last_map(node: fx.Node, written: frozenset[int]) -> bool:

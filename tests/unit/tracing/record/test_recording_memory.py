@@ -156,7 +156,7 @@ def test_a_function_that_goes_back_itself_has_what_is_saved(function):
     model, x = make_model(function), torch.randn(BATCH, 6)
     assert fxpipe.trace(model, (x,)).why == (), "no other way was taken, and nothing is kept whole"
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
-        assert torch.allclose(pipe(x), model(x))
+        torch.testing.assert_close(pipe(x), model(x))
 
 
 @fxpipe.leaf
