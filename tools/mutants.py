@@ -1982,6 +1982,12 @@ PROFILING = (
         "unit/profiling/test_profile.py::test_a_view_that_is_written_to_takes_no_value_of_its_kind",
     ),
     Mutant(
+        "profiling/node_timing.py",
+        "[median(times) * there / (then or 1.0)]",
+        "[median(times)]",
+        "unit/profiling/test_profile.py::test_a_very_long_node_is_scaled_to_other_sizes_by_its_operations",
+    ),
+    Mutant(
         "profiling/node_kinds.py",
         "repr(args), state_of(node), changed",
         "repr(args), changed",

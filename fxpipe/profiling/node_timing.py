@@ -18,6 +18,7 @@ over micro-batches counts for the node that uses the parameter.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -56,7 +57,8 @@ MEDIAN_TOLERANCE = 0.02  # relative to the median
 NEGLIGIBLE_SHARE = 0.005  # relative to the seconds of the graph, for all nodes of the kind together
 UNIMPORTANT_SECONDS = 5e-6
 MAX_SAMPLES = 15
-KEPT_BYTES = 1 << 28  # limit of the values that stand for other values
+KEPT_BYTES = 1 << 28  # limit of the values that stand for other values, and of sums of gradients
+_TOTAL = object()  # marks these
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class TimingRounds:
     step: Callable[[], object]  # called after each node
     device: torch.device | None = None  # device to run on; None: where model and inputs are
     keeps_outputs: bool = False  # for a loss
+    known: Callable[[fx.Node], TimingSamples | None] = lambda node: None  # samples that need not be measured
     samples: dict[Hashable, TimingSamples] = field(default_factory=dict)
     kind: dict[fx.Node, Hashable] = field(default_factory=dict)  # the key of its samples
     values: dict[fx.Node, NodeValue] = field(default_factory=dict)  # alive in this round: leaves of autograd
@@ -218,13 +221,14 @@ class TimingRounds:
             if kind not in self.samples:
                 # A user's hook may have visible side effects: it runs no more often than necessary.
                 is_seldom = info(node).is_hook
-                self.samples[kind] = TimingSamples(is_seldom, is_seldom)
-                self._chosen.add(node)
+                known = self.known(node)
+                self.samples[kind] = known or TimingSamples(is_seldom, is_seldom)
+                self._chosen.update([] if known else [node])
         samples, result = self.samples[self.kind[node]], None
         if node in self._chosen and not (samples.forward and time.perf_counter() >= self.deadline):
             self._taken[node] += 1
             result = self._sample(node, written, samples)
-        if result is None and not node.users and not written:
+        if result is None and not written and not self.keeps_outputs and all(n.op == "output" for n in node.users):
             return
         if result is None and self.kind[node] in self._kept and self.effects.alias[node] not in self._written:
             result = (self._kept[self.kind[node]],)
@@ -325,13 +329,23 @@ class TimingRounds:
         if is_kept:
             samples.forward.append(seconds)
         sums = {n for n, _ in starts.values() if n.op == "get_attr" or (n not in written and self._is_summed(n, node))}
-        totals = [t.detach().clone() if n in sums else None for n, t in starts.values()]
+        totals = [self._total_like(t) if n in sums else None for n, t in starts.values()]
         for n, t in starts.values():
             if n.op == "get_attr" and attribute_tensor(self.traced, n).device != t.device:
                 self._back.parameter_bytes += 2 * bytes_in(t)  # with its gradient sum
         times = samples.backward if is_kept else []
         self._back.wait(PendingBackward(node, ends, [t for _, t in starts.values()], totals, times))
         return (value,)
+
+    def _total_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor to add gradients to; the same for all of a kind, if there is room."""
+        kind = _TOTAL, tensor.layout, TensorSignature.of(tensor)
+        if kind in self._kept:
+            return self._kept[kind]
+        total = tensor.detach().clone()
+        if (size := bytes_in(total)) <= self._room:
+            self._kept[kind], self._room = total, self._room - size
+        return total
 
     def _is_summed(self, source: fx.Node, node: fx.Node) -> bool:
         """Returns whether an argument of a node also gets a gradient from a later user."""
@@ -392,16 +406,33 @@ def measure(
         own = planned_lengths(traced, leaves)
         here = size_point(micro_batch, own)
 
-        def rounds_of(size: int, lengths: Lengths) -> TimingRounds:
+        def rounds_of(size: int, lengths: Lengths, known: Callable[[fx.Node], TimingSamples | None]) -> TimingRounds:
             sample = resize_inputs(traced, leaves, size, lengths)
             keeps_outputs = loss is not None and lengths == own  # there is no target for other sizes
-            return TimingRounds(traced, effects, sample, clock, repeats, deadline, step, device, keeps_outputs)
+            return TimingRounds(traced, effects, sample, clock, repeats, deadline, step, device, keeps_outputs, known)
 
-        rounds = {here: rounds_of(micro_batch, own)}
-        rounds[here].round()
+        first = rounds_of(micro_batch, own, lambda node: None)
+        rounds = {here: first}
+        first.round()
+
+        def scaled(point: SizePoint, node: fx.Node) -> TimingSamples | None:
+            """Estimates very long nodes at another size: the operations say how much longer they take there."""
+            samples, work = first.samples[first.kind[node]], costs[node].work
+            if work is None or not samples.forward or max(samples.forward + samples.backward) < VERY_LONG_SECONDS:
+                return None
+            at, before = (NodeTiming.estimated(work, HARDWARE["cpu"], one) for one in (point, here))
+            ahead, back = (
+                [median(times) * there / (then or 1.0)]
+                for times, there, then in (
+                    (samples.forward, at.forward_seconds, before.forward_seconds),
+                    (samples.backward, at.backward_seconds, before.backward_seconds),
+                )
+            )
+            return TimingSamples(True, True, ahead, back, samples.gives_grad, samples.leaves_grad)
+
         for elsewhere in (((size, own) for size in others), ((micro_batch, other) for other in lengths)):
             for size, other_lengths in elsewhere:
-                other = rounds_of(size, other_lengths)
+                other = rounds_of(size, other_lengths, functools.partial(scaled, size_point(size, other_lengths)))
                 try:
                     other.round()
                 except Exception:  # e.g. too few samples for batch norm, too many for the device

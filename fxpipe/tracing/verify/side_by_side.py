@@ -556,7 +556,11 @@ def _joins_of_tensors(
         return frozenset((*range(whole.dim()), "sum", "mean", "same", "parts"))
     if any(part.shape != whole.shape for part in parts):
         dim = _dim_of_rows(whole, parts)
-        return frozenset((dim,)) if dim is not None and is_whole(torch.cat([*parts], dim)) else NO_JOIN
+        if dim is None:
+            return NO_JOIN
+        rows = whole.split([part.shape[dim] for part in parts], dim)
+        is_equal = all(map(torch.equal, rows, parts))  # nearly always, and then it takes no copy
+        return frozenset((dim,)) if is_equal or is_whole(torch.cat([*parts], dim)) else NO_JOIN
     joins: set[int | str] = {"same"} if all(is_whole(part) for part in parts) else set()
     if whole.dtype != torch.bool and is_whole(sum(parts[1:], parts[0])):
         joins.add("sum")

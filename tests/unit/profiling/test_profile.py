@@ -20,7 +20,8 @@ from torch import fx, nn
 import fxpipe
 from fxpipe import profiling
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.profiling import NodeCost, Profile, profile
+from fxpipe.hardware import HARDWARE
+from fxpipe.profiling import NodeCost, Profile, node_timing, profile
 from fxpipe.profiling.backward_timing import Clock
 from fxpipe.profiling.memory import GraphCounts
 from fxpipe.profiling.node_timing import TimingRounds
@@ -541,6 +542,15 @@ def test_a_long_node_runs_forward_once() -> None:
     assert [m.forward_seconds for m in found] == [1, 1, 1]
     assert [m.backward_seconds for m in found] == [1, 1, 1]
     assert len(calls) == 1
+
+
+def test_a_very_long_node_is_scaled_to_other_sizes_by_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_timing, "VERY_LONG_SECONDS", 0.0)
+    cost = profiled(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64), second=32).nodes[0]
+    assert cost.work is not None
+    less, more = (cost.work.seconds(HARDWARE["cpu"], {"b": b}) for b in (32, 64))
+    assert cost.forward.at(32) / cost.forward.at(64) == pytest.approx(less[0] / more[0])
+    assert cost.backward.at(32) / cost.backward.at(64) == pytest.approx(less[1] / more[1])
 
 
 @fxpipe.leaf
