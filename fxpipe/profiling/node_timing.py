@@ -338,7 +338,7 @@ class TimingRounds:
         return (value,)
 
     def _total_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor to add gradients to; the same for all of a kind, if there is room."""
+        """Returns a tensor to add gradients to, which all of a kind share if there is room."""
         kind = _TOTAL, tensor.layout, TensorSignature.of(tensor)
         if kind in self._kept:
             return self._kept[kind]

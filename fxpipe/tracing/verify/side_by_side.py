@@ -490,12 +490,12 @@ class SideBySide(Findings):
         return any(not is_close(one, other, EVIDENCE * _tolerance(one)) for one, other in zip(*pairs, strict=False))
 
     def _noise(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns factors about 1 for all elements, the same for all values of a size."""
+        """Returns factors about 1 for all elements. Values of one size have the same factors."""
         kind = value.numel(), value.dtype, value.device
         if kind not in self.noise:
             factors = 1 + 0.05 * torch.randn(10007, generator=torch.Generator().manual_seed(7))
             repeated = factors.repeat(-(-value.numel() // len(factors)))[: value.numel()]
-            self.noise = {kind: repeated.to(value.device, value.dtype)}  # of one kind, since they take memory
+            self.noise = {kind: repeated.to(value.device, value.dtype)}  # kept for one kind, since they take memory
         return self.noise[kind].view(value.shape)
 
     def _spread(self, node: fx.Node) -> None:

@@ -546,11 +546,11 @@ def test_a_long_node_runs_forward_once() -> None:
 
 def test_a_very_long_node_is_scaled_to_other_sizes_by_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_timing, "VERY_LONG_SECONDS", 0.0)
-    cost = profiled(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64), second=32).nodes[0]
+    cost = profiled(nn.Sequential(nn.Linear(512, 512), nn.Tanh()), torch.randn(512, 512), second=256).nodes[0]
     assert cost.work is not None
-    less, more = (cost.work.seconds(HARDWARE["cpu"], {"b": b}) for b in (32, 64))
-    assert cost.forward.at(32) / cost.forward.at(64) == pytest.approx(less[0] / more[0])
-    assert cost.backward.at(32) / cost.backward.at(64) == pytest.approx(less[1] / more[1])
+    less, more = (cost.work.seconds(HARDWARE["cpu"], {"b": b}) for b in (256, 512))
+    assert cost.forward.at(256) / cost.forward.at(512) == pytest.approx(less[0] / more[0])
+    assert cost.backward.at(256) / cost.backward.at(512) == pytest.approx(less[1] / more[1])
 
 
 @fxpipe.leaf
