@@ -479,7 +479,7 @@ RUNTIME = (
         "distributed/rank_stream.py",
         'reduction = "batch" if losses.takes_all else self._loss.reduction',
         "reduction = self._loss.reduction",
-        "behaviour/test_over_ranks_joint_losses.py::test_a_stream_of_whole_mini_batches_is_that_of_all_samples",
+        "behaviour/test_over_ranks_joint_losses.py::test_a_stream_of_joint_losses_is_that_of_all_samples",
     ),
     Mutant(
         "tracing/verify/owners.py",
@@ -1653,10 +1653,40 @@ TRACING = (
         "behaviour/test_joint_tail.py::test_micro_batches_of_the_caller_and_mini_batches_of_a_stream_share_their_own",
     ),
     Mutant(
-        "runtime/stream.py",
-        "if count > 1 and given_inputs.takes_all(self.loss.reduction):",
+        "runtime/loss_stage.py",
+        "if weight != 1 and tensor_requires_grad(value):",
         "if False:",
-        "behaviour/test_joint_tail.py::test_a_stream_refuses_it_before_a_mini_batch_runs",
+        "behaviour/test_joint_tail.py::test_a_tail_of_parameters_that_were_frozen_while_planning_is_refused",
+    ),
+    Mutant(
+        "scheduling/streams.py",
+        "self._units[-1] + (1 if is_joint else micro_batches)",
+        "self._units[-1] + micro_batches",
+        "unit/scheduling/test_streams.py::test_rows_of_replicas_run_and_every_forward_finds_its_version",
+    ),
+    Mutant(
+        "scheduling/streams.py",
+        "and is_joint and i < last:",
+        "and False:",
+        "unit/scheduling/test_streams.py::test_rows_of_replicas_run_and_every_forward_finds_its_version",
+    ),
+    Mutant(
+        "pipe/train_stream.py",
+        "tuple(map(len, settings.stage_devices)), settings.chunks)",
+        "tuple(map(len, settings.stage_devices)))",
+        "unit/runtime/test_stream_replicas.py::test_replicas_wait_for_the_loss_of_all_samples",
+    ),
+    Mutant(
+        "simulation/events.py",
+        "range(count - 1, schedule.micro_batches, count)",
+        "range(0, schedule.micro_batches, count)",
+        "behaviour/test_joint_tail.py::test_plans_know_the_tail",
+    ),
+    Mutant(
+        "distributed/rank_stream.py",
+        "for i in range(len(losses.shares))]",
+        "for i in range(one.micro_batches)]",
+        "behaviour/test_over_ranks_joint_losses.py::test_a_stream_of_joint_losses_is_that_of_all_samples",
     ),
     Mutant(
         "tracing/verify/side_by_side.py",

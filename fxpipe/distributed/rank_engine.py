@@ -197,7 +197,7 @@ class RankEngine(Engine):
         mailbox, exchange = self._open(inputs)
         gradients = RankGradients(self, inputs)
         part = self.begin(inputs, gradients, call.reduction, is_last)
-        inputs, part = self._with_head(inputs, part)
+        inputs, part = self.with_head(inputs, part)
         looks_at_elements = not inputs.is_handed_over and not is_whole and part.micro_batches > 1
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
@@ -265,9 +265,6 @@ class RankEngine(Engine):
     ) -> ReplicaPart:
         """Exchanges messages with the other replicas about a step, or the first mini-batch of a graph in a stream."""
         replicas = self.replicas
-        if replicas.count > 1 and in_stream and inputs.union.head is not None:
-            what = "forward computes what all samples share, and replicas of the pipe do not gather it in a stream"
-            raise LossError(f"{what}: train with one replica, or with forward_backward")
         start = self.start_of(inputs, reduction, gradients.parameters, in_stream)
         start = start if is_last and not inputs.takes_all(reduction) else replace(start, known=None)
         part = replicas.begin(start, () if inputs.is_handed_over else inputs.bound.combinations, in_stream)
@@ -284,23 +281,28 @@ class RankEngine(Engine):
         """Returns this rank's message to the other replicas about a mini-batch. `parameters`: in the reduction."""
         seed = inputs.seed if any(program.is_random for program in inputs.programs) else None
         is_synced, changes_buffers = self.replicas.is_synced or in_stream, bool(self.changed_here(inputs))
-        has_head = inputs.bound.head is not None and not inputs.is_handed_over
-        joint = str((has_head, inputs.bound.out_dims if inputs.takes_all(reduction) else None))
+        is_joint, has_head = inputs.is_joint(reduction), inputs.bound.head is not None
+        joint = "" if inputs.is_handed_over else str((has_head, inputs.bound.out_dims if is_joint else None))
         own = digest(parameters), changes_buffers, inputs.known, self.replicas.may_differ, joint
         return ReplicaStart(inputs.batch, len(inputs.samples), seed, is_synced, reduction, *own)
 
-    def _with_head(self, inputs: RankInputs, part: ReplicaPart) -> tuple[RankInputs, ReplicaPart]:
+    def with_head(self, inputs: RankInputs, part: ReplicaPart) -> tuple[RankInputs, ReplicaPart]:
         """Adds values that samples of all replicas share to the inputs, and known pieces, which may depend on them."""
         bound, leader = inputs.bounds[0], inputs.bounds[0].routes.placement[0]
         if bound.head is None or self.replicas.count == 1 or inputs.is_handed_over:
             return inputs, part
-        known = None
-        if self.group.rank == leader:
-            ways = [(dim, f"the input {place}") for place, dim in enumerate(bound.in_dims)]
-            (union,) = self.replicas.union_of(part, inputs.leaves, ways)
-            inputs = replace(inputs, leaves=[*inputs.leaves, *bound.head(union, part.batch).values()])
-            known = bound.known_pieces and bound.known_pieces(union, part.batch)
-        return inputs, replace(part, known=self._on_all(known, leader))
+        leaves, known = self.head_of(bound, inputs.leaves, part) if self.group.rank == leader else (inputs.leaves, None)
+        return replace(inputs, leaves=leaves), replace(part, known=self._on_all(known, leader))
+
+    def head_of(self, bound: RankProgram, leaves: Sequence[Any], part: ReplicaPart) -> tuple[Sequence[Any], Any]:
+        """Returns the inputs with values that samples of all replicas share, and known pieces. For leaders."""
+        if bound.head is None or self.replicas.count == 1:
+            return leaves, part.known
+        ways = [(dim, f"the input {place}") for place, dim in enumerate(bound.in_dims)]
+        (union,) = self.replicas.union_of(part, leaves, ways)
+        known = bound.known_pieces and bound.known_pieces(union, part.batch)
+        known = map_tensor_leaves(lambda t: t.detach().cpu(), known)
+        return [*leaves, *bound.head(union, part.batch).values()], known
 
     def _loss_scale(self, scaler: torch.amp.GradScaler | None) -> float | None:
         if scaler is None:

@@ -101,7 +101,7 @@ class RankStreamEnd(StreamEnd):
             if any(count for _, count in reports):
                 replicas.sum_of_loss(one, {})
         loss, divisor = map_tensor_leaves(lambda t: t.detach().cpu(), (loss, divisor))
-        shares = [float(losses.share(i) * losses.scale) for i in range(one.micro_batches)]
+        shares = [float(losses.share(i) * losses.scale) for i in range(len(losses.shares))]
         return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), admitted.is_verified)
 
     def update_stage(self, mini_batches: Sequence[Admitted], j: int, updates: OverlappedUpdates) -> None:
@@ -174,14 +174,14 @@ class RankStream(Stream):
             self.mailbox.send(("job", j, t), tag, placement[j + 1], [PacketValue(job)])
         return job
 
-    def begin_segment(self, inputs: RankInputs) -> ReplicaPart:
-        """Returns this replica's part in the first mini-batch of a graph. All ranks call it."""
+    def begin_segment(self, inputs: RankInputs) -> tuple[RankInputs, ReplicaPart]:
+        """Returns the first mini-batch of a graph and this replica's part in it. All ranks call it."""
         engine = self.engine
         gradients = RankGradients(engine, inputs)
         self.end.summed = gradients.parameters
         part = engine.begin(inputs, gradients, self.loss.reduction, self.end.is_last, in_stream=True)
         self.end.first_changes_buffers = part.changes_buffers
-        return part
+        return engine.with_head(inputs, part)
 
     def next_part(self, program: RankProgram, inputs: RankInputs | None) -> ReplicaPart | None:
         """Returns this replica's part in a mini-batch of the segment; None if any replica has none. For leaders."""
@@ -307,21 +307,23 @@ class RankStreamLoop(StreamLoop):
         if self.stream is None:
             self.stream = self._begin(RankStream, context, routes=program.routes)
         self._program = program
-        self._admit(inputs, self.stream.begin_segment(inputs))
+        self._admit(*self.stream.begin_segment(inputs))
 
     def _go_on(self, program: RankProgram) -> None:
         """Admits the next mini-batch of the segment, or ends it."""
-        stream, inside, settled = self.stream, self._inside, None
+        stream, inside, settled, leaves = self.stream, self._inside, None, None
         assert stream is not None
         if self._is_leader:
-            job, seed = None, self._seed_of_next()
+            job, own, seed = None, None, self._seed_of_next()
             try:
                 own = None if self._call is None else inside.find_known(self._call, seed)
                 job = inside.job_of(STREAM, own, seed) if own is not None and own.bound is program else None
             except Exception as error:
                 self._end_reading(error)
             part = stream.next_part(program, None if job is None else job.inputs)
-            settled = None if job is None or part is None else (job, part)
+            if own is not None and job is not None and part is not None:
+                leaves, known = inside.engine.head_of(program, own.leaves, part)
+                settled = job, replace(part, known=known)
         settled = stream.pass_job(settled, self._read)
         if settled is None:
             stream.drain()
@@ -329,7 +331,8 @@ class RankStreamLoop(StreamLoop):
         else:
             job, part = settled
             inside.check_call(job, STREAM)
-            self._admit(inside.inputs_of(job, None if self._call is None else [self._call]), part)
+            inputs = inside.inputs_of(job, None if self._call is None else [self._call])
+            self._admit(inputs if leaves is None else replace(inputs, leaves=leaves), part)
 
     def _admit(self, inputs: RankInputs, part: ReplicaPart) -> None:
         assert self.stream is not None

@@ -157,7 +157,7 @@ class Pipeline(nn.Module):
             given_inputs = inside.find([ModelCall(args, kwargs, ())], in_one=False)
             grad, count = given_inputs.bound.state.grad, len(given_inputs.samples)
             if grad:
-                inside.warn_of_drop_in_memory(count, given_inputs.batch)
+                inside.warn_of_drop_in_memory(given_inputs)
             return inside.engine.call(
                 given_inputs, inside.schedule_for(count, DROP_IN_SCHEDULE if grad else "inference")
             )
@@ -339,7 +339,8 @@ class Pipeline(nn.Module):
 
         With `pipedream` a mini-batch is not split (`chunks=1`, unless you pass chunks). With `pipedream_2bw` it runs in
         `chunks` micro-batches, at least one for each stage, and their gradients make one update. With one stage on one
-        device all of them are plain training.
+        device all of them are plain training. If the loss needs all samples together, the last stage runs all forwards
+        of a mini-batch before its backwards, and versions are as in the table with any `chunks`.
 
         If a stage has R replicas (a plan of `balance="pipedream"` with `hardware`), mini-batch t runs on replica t
         modulo R, and each *round* of R mini-batches makes one update of all replicas, with the mean of the gradients. A
@@ -386,7 +387,7 @@ class Pipeline(nn.Module):
         """
         inside = self._fxpipe
         with inside.checking():
-            losses.check_reduction(reduction, in_stream=inside.settings.chunks > 1)
+            losses.check_reduction(reduction)
             parse_switch("vertical_sync", vertical_sync)
             policy = stream_policy(inside.settings.schedule, vertical_sync)
             losses.check_scaler(grad_scaler)

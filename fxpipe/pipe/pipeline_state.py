@@ -125,16 +125,25 @@ class PipelineState(Programs):
             self._sized = plan, prepared, plan if sized is None else sized
         return self._sized[2]
 
-    def warn_of_drop_in_memory(self, micro_batches: int, batch: int, is_call: bool = True) -> None:
+    def warn_of_drop_in_memory(self, inputs: GivenInputs, is_call: bool = True, in_stream: bool = False) -> None:
         """Warns once if all F before all B exceed the memory limit that the plan meets for another schedule."""
-        plan = self.plan
-        if "drop-in" in self._warned or plan is None or self.settings.schedule == DROP_IN_SCHEDULE:
+        plan, chunks = self.plan, len(inputs.samples)
+        key, schedule = ("stream", None) if in_stream else ("drop-in", DROP_IN_SCHEDULE)
+        if key in self._warned or plan is None or (plan.is_joint if in_stream else plan.schedule == schedule):
             return
-        self._warned.add("drop-in")
+        self._warned.add(key)
         if all(stage.memory_limit is None for stage in plan.stages):
             return
-        simulation = simulate(plan, schedule=DROP_IN_SCHEDULE, chunks=micro_batches, batch=batch)
+        plan = replace(plan, is_joint=in_stream or plan.is_joint)
+        simulation = simulate(plan, schedule=schedule, chunks=chunks, batch=inputs.batch)
         for device, memory, limit in zip(simulation.devices, simulation.memory, simulation.limits, strict=True):
+            if limit is not None and memory.peak > limit and in_stream:
+                warn_user(
+                    "A loss that needs all samples together keeps the mini-batches in flight with all their "
+                    f"micro-batches: {human_bytes(memory.peak)} on {device}, where the limit is {human_bytes(limit)}. "
+                    "The plan does not have this loss; pass smaller mini-batches, or plan with checkpoint='always'"
+                )
+                return
             if limit is not None and memory.peak > limit:
                 what, other = "A loss that needs all samples together runs", ""
                 if is_call:
@@ -220,7 +229,7 @@ class PipelineState(Programs):
         assert calls is not None
         given_inputs = self.find(calls, is_handed_over)
         if given_inputs.takes_all(call.reduction):
-            self.warn_of_drop_in_memory(len(given_inputs.samples), given_inputs.batch, is_call=False)
+            self.warn_of_drop_in_memory(given_inputs, is_call=False)
         schedule = self.schedule_of(given_inputs, call.reduction)
         updates = None
         if optimizer is not None and optimizer.overlap:

@@ -184,6 +184,8 @@ class StreamLoop:
                 raise
             self._end_reading(error)
         else:
+            if given_inputs.takes_all(self._loss.reduction):
+                self._inside.warn_of_drop_in_memory(given_inputs, in_stream=True)
             if self.stream is None:
                 self.stream = self._begin(Stream, context, self._seed)
             self.stream.admit(given_inputs)
@@ -209,7 +211,7 @@ class StreamLoop:
         settings, engine = self._inside.settings, self._inside.engine
         checkpoint, n = settings.checkpoint, len(settings.placement)
         modes = (checkpoint,) * n if isinstance(checkpoint, str) else checkpoint
-        order = StreamSchedule(n, self._policy, modes, tuple(map(len, settings.stage_devices)))
+        order = StreamSchedule(n, self._policy, modes, tuple(map(len, settings.stage_devices)), settings.chunks)
         self._most = order.mini_batches_to_end + READ_AHEAD
         parameters = self._inside.parameters_by_stage(self._optimizer)
         optimizer, devices = self._optimizer, settings.stage_devices

@@ -277,6 +277,7 @@ def _simulate_cut(
         costs = [replace(cost, host=cost.host and replace(cost.host, runs_ahead=False)) for cost in costs]
     if is_stream(settings.schedule):
         replicas, name = settings.stage_replicas, str(settings.schedule)
+        how["is_joint"] = settings.is_joint
         return simulate_stream(name, costs, transfers, micro_batches=m, modes=modes, replicas=replicas, **how)
     schedule = make_schedule(settings.schedule, len(costs), m, modes, settings.placement, settings.replicas)
     return simulate_schedule(schedule, costs, transfers, **how)

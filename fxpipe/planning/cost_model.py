@@ -15,8 +15,9 @@ from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, St
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.plans.retarget import LOOPBACK
 from fxpipe.profiling import Profile
-from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
-from fxpipe.scheduling.streams import steady_micro_batches, weight_versions
+from fxpipe.scheduling import activations_in_flight, micro_batches_in_flight
+from fxpipe.scheduling.factory import steady_schedule
+from fxpipe.scheduling.streams import weight_versions
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.node_info import bytes_at, bytes_formula, info
 from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
@@ -153,12 +154,13 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
     modes = (settings.checkpoint,) * len(placement) if isinstance(settings.checkpoint, str) else settings.checkpoint
     again = [mode if mode == "except_last" else "always" for mode in modes]  # by stage, the mode if it recomputes
     n, m = len(placement), settings.micro_batches(batch)
-    count = steady_micro_batches(settings.schedule, n, m, settings.stage_replicas)
-    schedule = make_schedule(settings.schedule, n, count, again, placement, replicas=settings.replicas)
+    how = settings.replicas, settings.is_joint
+    schedule = steady_schedule(settings.schedule, m, tuple(again), placement, *how)
     flights, recomputed = micro_batches_in_flight(schedule), activations_in_flight(schedule)
     sites = []
     for j, k in enumerate(placement):
-        memory, versions = workers[k].memory, weight_versions(settings.schedule, n, j, m, settings.stage_replicas)
+        memory = workers[k].memory
+        versions = weight_versions(settings.schedule, n, j, m, settings.stage_replicas, settings.is_joint)
         link = worker_link(settings, placement[j - 1], k) if j else None
         is_between_processes = settings.is_over_processes and j > 0 and placement[j - 1] != k
         if link is None and is_between_processes and settings.workers[k].type == "cpu":

@@ -216,6 +216,7 @@ def plan_of_cut(cut: Cut, program: Program, batch: int, settings: Settings) -> P
         replica_devices=tuple(tuple(map(str, own)) for own in settings.replica_workers),
         bottlenecks=cut.bottlenecks,
         batch=batch,
+        is_joint=settings.is_joint,
         evaluating=evaluating_modules(traced.model),
         tied=tied_parameters(traced, program),
         whole=opaque_nodes(traced),

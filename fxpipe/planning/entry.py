@@ -171,11 +171,11 @@ def prepare_with_choices(
 ) -> PreparedGraph:
     """Plans a profiled model; the tuner chooses the options in `settings.left`."""
     phase("cutting")
-    settings = replace(settings, least_samples=least_samples(profiled.traced))
+    joint = needing_all(profiled.traced.combinations)
+    settings = replace(settings, least_samples=least_samples(profiled.traced), is_joint=joint is not None)
     if settings.chooses_replicas:
         settings = choose_replicas(profiled.traced, profiled.profiles[0], profiled.batch, settings)
         profiled = replace(profiled, batch=profiled.batch // settings.data_parallel)
-    joint = needing_all(profiled.traced.combinations)
     if joint is not None and settings.chunks > 1 and not is_stream(settings.schedule):
         settings = replace(settings, schedule=parse.DROP_IN_SCHEDULE, left=settings.left - {"schedule"})
     prepared = (

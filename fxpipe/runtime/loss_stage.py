@@ -36,13 +36,6 @@ from fxpipe.utils.pytree import map_tensor_leaves
 _CPU = torch.device("cpu")
 _own_lock = threading.RLock()  # held during the backward into leaves of loss functions
 
-NOT_AFFINE = (
-    "is no sum of what samples give, nor one over a count that inputs tell: what a micro-batch adds to it depends on "
-    "all the others (a product of means, as in the loss of a router; a count of hidden values; similarities of all "
-    "samples), and the backward of a micro-batch in a stream does not wait for these; use chunks=1, or train with "
-    "forward_backward"
-)
-
 
 @dataclass(slots=True)
 class LossStage:
@@ -134,7 +127,10 @@ class LossStage:
             else:
                 value = one.of(handed_out)
                 if weight != 1 and tensor_requires_grad(value):
-                    raise LossError(f"{one.where} {NOT_AFFINE}")
+                    raise LossError(
+                        f"{one.where} needs all samples together, and required no gradient when the pipe was planned, "
+                        "as parameters were frozen: make the pipe after you set requires_grad"
+                    )
             combined[one.output] = value
         if reduction == "mean" and weight != 1:
             for place, how in enumerate(bound.out_dims[: bound.out_spec.num_leaves]):

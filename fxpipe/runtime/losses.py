@@ -213,12 +213,7 @@ def _unit_near(weight: Any, count: int) -> Any:
     return (torch.frexp(sizes).mantissa / sizes).to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def check_reduction(reduction: str, in_stream: bool = False) -> None:
-    if in_stream and reduction == "batch":
-        raise ArgumentError(
-            "reduction='batch' in a stream, where the backward of a micro-batch does not wait for the others; use "
-            "chunks=1, or train with forward_backward, and a pipe of another schedule"
-        )
+def check_reduction(reduction: str) -> None:
     if reduction not in LOSS_REDUCTIONS:
         raise ArgumentError(
             f"reduction={reduction!r} is unknown; accepted are 'mean', 'sum' and 'batch' (loss_fn needs all samples); "

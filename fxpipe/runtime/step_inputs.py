@@ -123,7 +123,11 @@ class GivenInputs:
     def takes_all(self, reduction: str) -> bool:
         """Returns whether the backward of a step needs the outputs of all micro-batches."""
         is_split = len(self.samples) * self.replicas > 1 and not self.is_handed_over
-        return is_split and (reduction == "batch" or needing_all(self.bound.combinations) is not None)
+        return is_split and self.is_joint(reduction)
+
+    def is_joint(self, reduction: str) -> bool:
+        """Returns whether the loss needs all samples together."""
+        return reduction == "batch" or needing_all(self.bound.combinations) is not None
 
     @property
     def batch(self) -> int:

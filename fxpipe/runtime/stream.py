@@ -29,14 +29,13 @@ import torch
 from fxpipe._torch.autograd import version_of
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.errors import LossError, StateError
+from fxpipe.errors import StateError
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.engine import Engine, update_stage
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.loss_checks import LossHistory, LossVerdict
-from fxpipe.runtime.loss_stage import NOT_AFFINE
-from fxpipe.runtime.losses import LossCall, check_reduction
+from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.mini_batch import MiniBatch
 from fxpipe.runtime.run import End, Fences, Run
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
@@ -48,7 +47,6 @@ from fxpipe.scheduling.replicas import rows_of_replicas
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils import accelerator
 from fxpipe.utils.accelerator import mix_seed
-from fxpipe.utils.output_combination import needing_all
 
 RECORDED_MINI_BATCHES = 32  # mini-batches of a stream in `last_step`: the last ones
 NO_GRADIENTS = (
@@ -281,15 +279,10 @@ class Stream:
         """Queues a mini-batch."""
         t, bound, count = self._order.admitted, given_inputs.bound, len(given_inputs.samples)
         history = self._history_of(given_inputs)
-        is_verified = history.is_due and count > 1
+        is_verified = history.is_due and count > 1 and not given_inputs.takes_all(self.loss.reduction)
         if self._tensors is None or self._tensors[0] is not bound:
             self._tensors = bound, ModelTensors(self.engine.model, bound.constants)
         self.run.state = bound.state
-        if count > 1 and given_inputs.takes_all(self.loss.reduction):
-            check_reduction(self.loss.reduction, in_stream=True)
-            joint = needing_all(bound.combinations)
-            assert joint is not None
-            raise LossError(f"{joint.where} {NOT_AFFINE}")
         own = replace(given_inputs, bounds=(bound.with_turns_from(self._order.micro_batches),) * count)
         with self.run.transport.at_all(bound.devices[-1]):
             one = self._open(
@@ -307,13 +300,14 @@ class Stream:
         updates = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
         self.end.admitted[t] = Admitted(one, bound, history, is_verified, updates, {*self.stages}, part=self.part)
         self.run.add(t, one)
-        self._queue(self._order.admit(count))
+        self._queue(self._order.admit(count, given_inputs.is_joint(self.loss.reduction)))
 
     def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
         return self.engine.loss_histories.of(given_inputs, self.loss)
 
     def _open(self, given_inputs: GivenInputs, history: LossHistory, is_verified: bool, **more: Any) -> MiniBatch:
-        looks = history.look_at_elements and len(given_inputs.samples) > 1
+        takes_all = given_inputs.takes_all(self.loss.reduction)
+        looks = history.look_at_elements and len(given_inputs.samples) > 1 and not takes_all
         inputs, seed = self.engine.own_inputs(given_inputs), mix_seed(self.seed, self._order.admitted)
         losses = self.engine.losses_of(given_inputs, self.loss, is_verified)
         return MiniBatch(inputs, self.engine.model, seed, losses=losses, look_at_elements=looks, **more)

@@ -20,6 +20,7 @@ from fxpipe.scheduling.actions import Action, Rows, Schedule
 from fxpipe.scheduling.registry import BIDIRECTIONAL, ONE_F_ONE_B, SCHEDULES, Placement
 from fxpipe.scheduling.replicas import one_f_one_b_of_replicas, rows_of_replicas
 from fxpipe.scheduling.row_transforms import CHECKPOINTS, Checkpoint, expand_groups, neighbour_groups, with_recompute
+from fxpipe.scheduling.streams import is_stream, steady_micro_batches, stream_flights, stream_schedule
 from fxpipe.scheduling.validation import validate
 from fxpipe.utils.units import did_you_mean, parse_count
 
@@ -208,6 +209,23 @@ def make_schedule(
     modes = _check_modes(checkpoint, n)
     counts = tuple(parse_count("replicas", count, "a whole number of devices for each") for count in replicas)
     return _make_schedule(known_schedule, n, m, modes, placed, counts if max(counts, default=1) > 1 else ())
+
+
+def steady_schedule(
+    schedule: ScheduleLike,
+    micro_batches: int,
+    modes: tuple[str, ...],
+    placement: Placement,
+    replicas: tuple[int, ...] = (),
+    is_joint: bool = False,
+) -> Schedule:
+    """Makes the schedule of a step; of a stream, with as many mini-batches as are in flight. `replicas`: of devices."""
+    n, of_stages = len(placement), tuple(replicas[k] for k in placement) if replicas else ()
+    if is_joint and isinstance(schedule, str) and is_stream(schedule):
+        count = stream_flights(n, of_stages, micro_batches)[0]
+        return stream_schedule(schedule, n, micro_batches, count, modes, of_stages, is_joint)
+    m = steady_micro_batches(schedule, n, micro_batches, of_stages)
+    return make_schedule(schedule, n, m, modes, placement, replicas)
 
 
 def schedule_text(schedule: ScheduleLike, micro_batches: int, placement: Placement) -> str:

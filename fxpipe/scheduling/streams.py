@@ -31,6 +31,12 @@ the first of them arrives at the stage, with W micro-batches then in flight (`sc
 version after the first max(0, floor((k R + 1 - W) / R)) updates. Stages have separate rounds, except with vertical
 sync: there all have the rounds of the stage with the most replicas, so their versions are of the same mini-batches.
 
+*Joint mini-batches* have one loss of all their micro-batches, so the last stage runs all F of one before its first B.
+Stages alternate as above, with mini-batches instead of micro-batches, which so have the same versions as unsplit ones:
+
+    device 0: 0F0 0F1 0F2 0F3 0B0 0B1 0U1 0F4 0F5 0B2 0B3 0U3 ...
+    device 1: 1F0 1F1 1B0 1B1 1U1 1F2 1F3 1B2 1B3 1U3 1F4 1F5 ...
+
 Between the rows of a stage's replicas (`awaited`) U waits for the backwards of its round and for the previous U, and a
 forward for its version. Otherwise the order is as on a single device, so no row waits forever.
 
@@ -73,13 +79,15 @@ STREAM_POLICIES: Mapping[str, WeightPolicy] = MappingProxyType(
 )
 
 
-def stream_flights(stages: int, replicas: Sequence[int] = ()) -> tuple[int, ...]:
-    """Counts for each stage the micro-batches that a stream has in flight there, in all replicas together.
+def stream_flights(stages: int, replicas: Sequence[int] = (), unit: int = 1) -> tuple[int, ...]:
+    """Counts for each stage the units that a stream has in flight there, in all replicas together.
 
-    >>> stream_flights(3), stream_flights(2, (15, 1)), stream_flights(2, (1, 2))
-    ((3, 2, 1), (30, 1), (3, 2))
+    A unit is a micro-batch, or a joint mini-batch of `unit` micro-batches.
+
+    >>> stream_flights(3), stream_flights(2, (15, 1)), stream_flights(2, (1, 2)), stream_flights(2, (15, 1), 4)
+    ((3, 2, 1), (30, 1), (3, 2), (8, 1))
     """
-    counts = tuple(replicas) or (1,) * stages
+    counts = tuple(-(-count // unit) for count in tuple(replicas) or (1,) * stages)
     return tuple(ahead * count for ahead, count in zip(forwards_ahead(counts), counts, strict=True))
 
 
@@ -96,11 +104,16 @@ def round_sizes(policy: WeightPolicy, replicas: Sequence[int], micro_batches: in
 
 
 def weight_versions(
-    schedule: object, stages: int, stage: int, micro_batches: int = 1, replicas: Sequence[int] = ()
+    schedule: object,
+    stages: int,
+    stage: int,
+    micro_batches: int = 1,
+    replicas: Sequence[int] = (),
+    is_joint: bool = False,
 ) -> int:
     """Counts the versions of its weights that a stage holds at most: one, if the schedule is not a stream.
 
-    `micro_batches`: of a mini-batch. `replicas`: of each stage; if empty, each has one.
+    `micro_batches`: of a mini-batch, which may be joint. `replicas`: of each stage; if empty, each has one.
 
     >>> [weight_versions("pipedream", 4, j) for j in range(4)]
     [4, 3, 2, 1]
@@ -115,7 +128,8 @@ def weight_versions(
         return 1
     if policy is WeightPolicy.DOUBLE_BUFFERING:
         return 2
-    others = stream_flights(stages, counts)[stage] - 1  # micro-batches in flight, without this one
+    unit = micro_batches if is_joint else 1
+    others = (stream_flights(stages, counts, unit)[stage] - 1) * unit  # micro-batches in flight, without this unit
     return 1 + -(-others // (round_sizes(policy, counts, micro_batches)[stage] * micro_batches))
 
 
@@ -138,7 +152,9 @@ class SteadyWindow:
     mini_batches: int  # number in the full stream
 
     @classmethod
-    def of(cls, name: str, stages: int, micro_batches: int, replicas: Sequence[int] = ()) -> SteadyWindow:
+    def of(
+        cls, name: str, stages: int, micro_batches: int, replicas: Sequence[int] = (), is_joint: bool = False
+    ) -> SteadyWindow:
         """Returns a window at least as long as the mini-batches in flight take through all stages and back.
 
         It holds full rounds, and a whole number of turns of the replicas of all stages.
@@ -149,7 +165,9 @@ class SteadyWindow:
         SteadyWindow(first=3, last=7, mini_batches=11)
         """
         counts = tuple(replicas) or (1,) * stages
-        others = -(-(stream_flights(stages, counts)[0] - 1) // micro_batches)  # mini-batches in flight, without one
+        units = 1 if is_joint else micro_batches
+        flights = stream_flights(stages, counts, micro_batches // units)
+        others = -(-(flights[0] - 1) // units)  # mini-batches in flight, without one
         turns = math.lcm(*counts)
         turn = math.lcm(
             turns // math.gcd(turns, micro_batches), *round_sizes(STREAM_POLICIES[name], counts, micro_batches)
@@ -166,6 +184,7 @@ def stream_schedule(
     mini_batches: int,
     modes: Sequence[str] | None = None,
     replicas: Sequence[int] = (),
+    is_joint: bool = False,
 ) -> Schedule:
     """Makes the schedule of `mini_batches` mini-batches, from an empty pipe to an empty pipe, with their updates.
 
@@ -179,8 +198,8 @@ def stream_schedule(
     device 1: 1F0 1B0 1F2 1B2 1F4 1B4
     device 2: 1F1 1B1 1U1 1F3 1B3 1U3 1F5 1B5 1U5
     """
-    order = StreamSchedule(stages, STREAM_POLICIES[name], modes, replicas)
-    parts = [*(order.admit(micro_batches) for _ in range(mini_batches)), order.drain()]
+    order = StreamSchedule(stages, STREAM_POLICIES[name], modes, replicas, micro_batches)
+    parts = [*(order.admit(micro_batches, is_joint) for _ in range(mini_batches)), order.drain()]
     rows = tuple(tuple(action for part in parts for action in part[d]) for d in range(sum(order.replicas)))
     awaited = {action: needed for row in rows for action in row if (needed := order.awaited(action))}
     counts = order.replicas if max(order.replicas) > 1 else ()
@@ -193,18 +212,28 @@ class StreamSchedule:
     """The rows of a stream, extended mini-batch by mini-batch."""
 
     def __init__(
-        self, stages: int, policy: WeightPolicy, modes: Sequence[str] | None = None, replicas: Sequence[int] = ()
+        self,
+        stages: int,
+        policy: WeightPolicy,
+        modes: Sequence[str] | None = None,
+        replicas: Sequence[int] = (),
+        chunks: int = 1,
     ):
-        """`modes`: checkpoint modes of the stages, by default "never". `replicas` of each stage have adjacent rows."""
+        """`modes`: checkpoint modes of the stages, by default "never". `replicas` of each stage have adjacent rows.
+
+        `chunks`: the number of micro-batches of a mini-batch; some may have fewer.
+        """
         self.stages, self.policy = stages, policy
         self.replicas = tuple(replicas) or (1,) * stages
         self.modes = tuple(modes or ("never",) * stages)
-        self._flights = stream_flights(stages, self.replicas)
+        self._flights = self._split_flights = stream_flights(stages, self.replicas)
+        self._joint_flights = stream_flights(stages, self.replicas, chunks)
         self._widths = round_sizes(policy, self.replicas)  # minimum number of micro-batches in a round
         self._ends = [0]  # micro-batches up to the end of each mini-batch, from 0 for none
+        self._units = [0]  # the same in units, whose F, and whose B, follow each other: micro-batch, joint mini-batch
         self._starts = [0]  # mini-batches that have begun with an empty pipe
         self._rounds = [[0] for _ in range(stages)]  # by stage: mini-batches up to the end of each round, from 0
-        self._forward = [0] * stages  # by stage: the next micro-batch to run forward,
+        self._forward = [0] * stages  # by stage: the next unit to run forward,
         self._back = [0] * stages  # the next to run backward,
         self._updated = [0] * stages  # and the number of updates so far
 
@@ -217,9 +246,14 @@ class StreamSchedule:
         """The number of micro-batches admitted so far, and so the index of the next."""
         return self._ends[-1]
 
-    def admit(self, micro_batches: int) -> Rows:
-        """Admits a mini-batch; returns for each row the actions to be queued next."""
+    def admit(self, micro_batches: int, is_joint: bool = False) -> Rows:
+        """Admits a mini-batch; returns for each row the actions to be queued next.
+
+        `is_joint`: its loss needs all its micro-batches. This may change after a drain only.
+        """
         self._ends.append(self._ends[-1] + micro_batches)
+        self._units.append(self._units[-1] + (1 if is_joint else micro_batches))
+        self._flights = self._joint_flights if is_joint else self._split_flights
         for rounds, width in zip(self._rounds, self._widths, strict=True):
             if self._ends[-1] - self._ends[rounds[-1]] >= width:
                 rounds.append(self.admitted)
@@ -250,9 +284,9 @@ class StreamSchedule:
         if self.policy is WeightPolicy.DOUBLE_BUFFERING:
             return max(start, mini_batch - (1 if self._flights[0] > 1 else 0))
         at = 0 if self.policy is WeightPolicy.VERTICAL_SYNC else stage
-        # When the first micro-batch of the round arrives, the stage is full: this micro-batch is in flight, too.
-        ended = self._ends[first] + 1 - self._flights[at]
-        return max(start, self._updates_with(stage, bisect_right(self._ends, ended) - 1))
+        # When the first unit of the round arrives, the stage is full: this unit is in flight, too.
+        ended = self._units[first] + 1 - self._flights[at]
+        return max(start, self._updates_with(stage, bisect_right(self._units, ended) - 1))
 
     def _updates_with(self, stage: int, mini_batches: int) -> int:
         """Counts the rounds of a stage that end within the first `mini_batches` mini-batches."""
@@ -267,7 +301,7 @@ class StreamSchedule:
     @property
     def mini_batches_to_end(self) -> int:
         """The number of mini-batches to admit until the first of them ends on all stages."""
-        return max(width + flight - 1 for width, flight in zip(self._widths, self._flights, strict=True))
+        return max(width + flight - 1 for width, flight in zip(self._widths, self._split_flights, strict=True))
 
     def awaited(self, action: Action, in_order: Collection[int] = ()) -> tuple[Action, ...]:
         """Returns the actions in rows of other replicas of its stage that an action waits for."""
@@ -281,6 +315,9 @@ class StreamSchedule:
             first = self._ends[self.round_of(j, t).start]
             before = [Action(ActionKind.UPDATE, j, first - 1)] if first else []
             return (*before, *(Action(ActionKind.BACKWARD, j, h) for h in range(max(first, i - count + 1), i)))
+        last, is_joint = self._ends[t + 1] - 1, self._units[t + 1] - self._units[t] == 1
+        if kind is ActionKind.BACKWARD and j == self.stages - 1 and is_joint and i < last:
+            return (Action(ActionKind.FORWARD, j, last),)  # which computes the loss
         if kind is not ActionKind.FORWARD:
             return ()
         version = self.version(j, t) if k < count else 0  # the first micro-batch of its mini-batch on this replica
@@ -297,25 +334,33 @@ class StreamSchedule:
             next_forward, next_back = self._forward[j], self._back[j]
             in_flight = next_forward - next_back
             is_full = in_flight == self._flights[j] or (  # or the version for the next does not exist yet
-                in_flight and self.version(j, self.place(next_forward)[0]) > self._updated[j]
+                in_flight and self.version(j, bisect_right(self._units, next_forward) - 1) > self._updated[j]
             )
-            if not is_full and next_forward < self._ends[-1]:
-                actions.append(Action(ActionKind.FORWARD, j, next_forward))
+            if not is_full and next_forward < self._units[-1]:
+                actions += [Action(ActionKind.FORWARD, j, i) for i in self._micro_batches_in(next_forward)]
                 self._forward[j] += 1
             elif is_full or (is_last and in_flight):
-                t, k = self.place(next_back)
-                if Action(ActionKind.RECOMPUTE, j, k) in self.recomputed(len(self.micro_batches_of(t))):
-                    actions.append(Action(ActionKind.RECOMPUTE, j, next_back))
-                actions.append(Action(ActionKind.BACKWARD, j, next_back))
+                for i in self._micro_batches_in(next_back):
+                    t, k = self.place(i)
+                    if Action(ActionKind.RECOMPUTE, j, k) in self.recomputed(len(self.micro_batches_of(t))):
+                        actions.append(Action(ActionKind.RECOMPUTE, j, i))
+                    actions.append(Action(ActionKind.BACKWARD, j, i))
                 self._back[j] += 1
                 actions += self._due_update(j)
             else:
                 return tuple(actions)
 
+    def _micro_batches_in(self, unit: int) -> range:
+        t = bisect_right(self._units, unit) - 1
+        own = self.micro_batches_of(t)
+        size = len(own) // (self._units[t + 1] - self._units[t])
+        start = own.start + (unit - self._units[t]) * size
+        return range(start, start + size)
+
     def _due_update(self, j: int) -> list[Action]:
         """Returns the update of the next round, if all its backwards have run."""
         rounds, k = self._rounds[j], self._updated[j] + 1
-        if k == len(rounds) or self._back[j] < self._ends[rounds[k]]:
+        if k == len(rounds) or self._back[j] < self._units[rounds[k]]:
             return []
         self._updated[j] = k
         return [Action(ActionKind.UPDATE, j, self._ends[rounds[k]] - 1)]

@@ -16,8 +16,8 @@ direction of each pair of devices, and resources that links share (`Transfer.ove
 carries one transfer at a time, in the order in which they are sent. Replicas of a pipeline reduce the gradients of
 their stages (`ReductionSpan`). Actions also need the host that queues them (`HostCost`).
 
-Simplifications: a stage takes equally long for every micro-batch, even if its last F computes a joint tail; copies do
-not slow down computation; a loss takes no time unless the plan has it; values in transfer, and gradients of values,
+Simplifications: a stage takes equally long for every micro-batch, without the loss; copies do not slow down
+computation; a loss takes no time unless the plan has it; values in transfer, and gradients of values,
 take no memory; if the loss uses an output of an earlier stage, the gradient of the output leaves with B of the last
 stage.
 
@@ -81,6 +81,7 @@ def simulate_stream(
     overlaps: bool = True,
     one_interpreter: bool = True,
     replicas: Sequence[int] = (),
+    is_joint: bool = False,
 ) -> Simulation:
     """Computes when every action of a stream runs, and the time of a mini-batch in the steady state.
 
@@ -103,12 +104,13 @@ def simulate_stream(
         modes: the checkpoint mode of each stage.
         stages, transfers, overlaps, one_interpreter: as for `simulate_schedule`.
         replicas: the number for each stage; empty: one each.
+        is_joint: the mini-batches are joint; see `fxpipe.scheduling.streams`.
     """
     n = len(stages)
     check_costs(stages, transfers, n)
     stages = [replace(cost, update=cost.update + cost.reduction, reduction=0.0) for cost in stages]
-    window = SteadyWindow.of(name, n, micro_batches, replicas)
-    schedule = stream_schedule(name, n, micro_batches, window.mini_batches, modes, replicas)
+    window = SteadyWindow.of(name, n, micro_batches, replicas, is_joint)
+    schedule = stream_schedule(name, n, micro_batches, window.mini_batches, modes, replicas, is_joint)
     whole = simulate_checked(schedule, tuple(stages), tuple(transfers), overlaps, one_interpreter)
     count, devices = window.last - window.first, range(len(whole.schedule.rows))
     starts, ends = (dict.fromkeys(devices, limit) for limit in (whole.seconds, 0.0))

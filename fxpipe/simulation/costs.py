@@ -60,6 +60,7 @@ class StageCost:
     update: float = 0.0  # seconds of the optimizer, once per step: U, if the schedule has it
     action: float = 0.0  # overhead of each F, R, B and W in seconds, to start the stage and pass its inputs
     loss: float = 0.0  # seconds of the loss in each F, in addition to `forward`: forward, and backward to the outputs
+    joint: int = 1  # the number of micro-batches with one loss, in the last F of these
     host: HostCost | None = None  # None: no host cost
     reduction: float = 0.0  # seconds to reduce its gradients over replicas, once per step
     reduction_buckets: int = 1  # number of parts of equal size that are reduced one by one

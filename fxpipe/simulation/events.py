@@ -40,7 +40,7 @@ def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Ac
     trained = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.BACKWARD}
     weight = [float(s.backward / 2 if s.weight is None else s.weight) for s in stages]
     own = {
-        ActionKind.FORWARD: [float(s.forward) + (s.loss if j in trained else 0.0) for j, s in enumerate(stages)],
+        ActionKind.FORWARD: [float(s.forward) for s in stages],
         ActionKind.RECOMPUTE: [float(s.forward if s.recompute is None else s.recompute) for s in stages],
         ActionKind.BACKWARD: [float(s.backward) for s in stages],
         ActionKind.WEIGHT: weight,
@@ -48,12 +48,17 @@ def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Ac
     own = {kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}
     own[ActionKind.UPDATE] = [float(s.update) for s in stages]
     apart = [float(s.backward) - w + s.action for s, w in zip(stages, weight, strict=True)]  # B if W is separate
-    return {
+    seconds = {
         action: apart[j] if kind is ActionKind.BACKWARD and (j, i) in split else own[kind][j]
         for row in schedule.rows
         for action in row
         for kind, j, i in (action,)
     }
+    for j in trained:
+        count = stages[j].joint
+        for i in range(count - 1, schedule.micro_batches, count) if stages[j].loss else ():
+            seconds[Action(ActionKind.FORWARD, j, i)] += stages[j].loss * count
+    return seconds
 
 
 def host_seconds(cost: HostCost | None, kind: ActionKind, is_split: bool) -> tuple[float, float]:

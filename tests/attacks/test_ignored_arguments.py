@@ -158,9 +158,9 @@ def evaluate(pipe, x, y):
         pipe(x)
 
 
-def stream(pipe, x, y):
+def stream(pipe, x, y, reduction="mean"):
     optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.0)
-    list(pipe.train_stream([(x, y)] * 3, optimizer=optimizer, loss_fn=F.mse_loss))
+    list(pipe.train_stream([(x, y)] * 3, optimizer=optimizer, loss_fn=F.mse_loss, reduction=reduction))
 
 
 RUNS = {"call": call, "forward_backward": forward_backward, "evaluation": evaluate}
@@ -221,17 +221,19 @@ def limit():
         ("forward_backward", "1f1b", False),
         ("forward_backward", "zero_bubble", False),
         ("evaluation", "1f1b", False),
+        ("stream", "pipedream", True),
     ],
 )
 def test_a_memory_limit_holds_or_a_warning_says_what_to_do(limit, run, schedule, warns):
     with make(chain(32), 16, schedule=schedule, memory_limit=limit, checkpoint="never", example_args=BATCH[:1]) as pipe:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            RUNS[run](pipe, *BATCH)
-            RUNS[run](pipe, *BATCH)
+            for _ in range(2):
+                RUNS[run](pipe, *BATCH) if run != "stream" else stream(pipe, *BATCH, "batch")
         texts = [str(one.message) for one in caught if "micro-batches: " in str(one.message)]
         assert len(texts) == warns
-        assert all("schedule='gpipe'" in text and "where the limit is" in text for text in texts)
+        remedy = "checkpoint='always'" if run == "stream" else "schedule='gpipe'"
+        assert all(remedy in text and "where the limit is" in text for text in texts)
 
 
 def test_without_a_limit_and_with_one_that_holds_nothing_is_said():

@@ -10,14 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.delayed_updates import RULES, rounds_of_replicas, rule_of_replicas, train_delayed
+from helpers.delayed_updates import rounds_of_replicas, rule_of_replicas, train_delayed
 from helpers.oracle import closing
 from helpers.plan_hardware import SLOW, hardware
-from helpers.residual_blocks import WIDTH, batches, blocks
+from helpers.residual_blocks import WIDTH, assert_same, batches, blocks, momentum, train
 from torch import nn
 
 import fxpipe
-from fxpipe.optim import StageOptimizer
 
 STAGES = 3
 QUICK = {"progress": False, "check": False}
@@ -89,29 +88,13 @@ def test_a_number_that_was_given_is_followed(asked):
 def _streamed(plain, plan, chunks="auto", **options):
     model = copy.deepcopy(plain)
     devices = ["cpu"] * (plan.data_parallel * len(plan.row_devices))
-    pipe = fxpipe.pipeline(model, devices, chunks, plan=plan, schedule="pipedream", **QUICK)
-    with closing(pipe):
-        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1, momentum=0.9)
-        return [*pipe.train_stream(batches(9), loss_fn=F.mse_loss, optimizer=optimizer, **options)], model
+    with closing(fxpipe.pipeline(model, devices, chunks, plan=plan, schedule="pipedream", **QUICK)) as pipe:
+        return train(pipe, batches(9), **options)[1], model
 
 
 def _assert_trained(losses, model, plain, rule, counts, chunks=1, cuts=None):
     """Compares with a plain loop of delayed updates, bit for bit; afterwards `plain` is trained."""
-    want, _ = train_delayed(
-        cuts or [*plain],
-        batches(9),
-        F.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        rule,
-        chunks,
-        counts,
-        rounds_of_replicas(counts, chunks),
-    )
+    how = rule, chunks, counts, rounds_of_replicas(counts, chunks)
+    want, _ = train_delayed(cuts or [*plain], batches(9), F.mse_loss, momentum, *how)
     assert torch.equal(torch.stack(losses), torch.stack(want))
-    for (name, have), one in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert torch.equal(have, one), name
-
-
-def test_the_rules_of_the_tests_are_those_of_the_docs():
-    rule = rule_of_replicas((1,) * STAGES)
-    assert all(rule(STAGES, j, t) == RULES["stashing"](STAGES, j, t) for j in range(STAGES) for t in range(20))
+    assert_same(model, plain)

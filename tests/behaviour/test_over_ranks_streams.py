@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracle
+from helpers.contrastive import contrast
 from helpers.delayed_updates import RULES, train_delayed
 from helpers.layered import Layered
 from helpers.rank_models import Dense, ScaledLoss
 from helpers.ranks import raised, square_mesh
+from helpers.residual_blocks import Faulty
 from torch import nn
 
 import fxpipe
@@ -71,6 +73,7 @@ CASES = {
     "double buffering": (blocks, (4, DROPOUT), {"schedule": "pipedream_2bw", "chunks": 4}, {}, F.mse_loss),
     "few micro-batches": (blocks, (4, BATCH_NORM), {"schedule": "pipedream_2bw", "chunks": 2}, {}, F.mse_loss),
     "weighted losses": (blocks, (4,), {"schedule": "pipedream_2bw", "chunks": 4}, {}, weighted),
+    "a loss of all samples": (blocks, (4,), {"chunks": 3, "checkpoint": "always"}, {"reduction": "batch"}, contrast),
     "skips": (Dense, (), {"balance": ["blocks.0", "blocks.1", "blocks.2"]}, {}, F.mse_loss),
 }
 
@@ -134,16 +137,8 @@ def test_who_has_the_inputs_ends_the_stream_for_all(two_ranks, who, counts, appl
     assert loss == same
 
 
-@fxpipe.leaf
-def refuse_large(x):
-    if (x > 1e3).any():
-        raise ArithmeticError("too large")
-    return x
-
-
-class Fragile(Layered, linear=WIDTH):
-    def forward(self, x):
-        return refuse_large(self.linear(x))
+def fragile():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Faulty(where="forward"), nn.Linear(WIDTH, WIDTH)))
 
 
 def failed(function):
@@ -161,7 +156,7 @@ def train(pipe, data, loss_fn=F.mse_loss, **options):
 
 def fail_in_stage(mesh):
     torch.manual_seed(0)
-    pipe = piped(nn.Sequential(nn.Linear(WIDTH, WIDTH), Fragile()), mesh, 2)
+    pipe = piped(fragile(), mesh, 2)
     data = batches(9)
     data[5] = data[5][0] * 1e6, data[5][1]
     stream = train(pipe, data)
@@ -523,7 +518,7 @@ def test_a_stream_ends_with_the_first_replica_that_ends(four_ranks):
 def failures_of_replicas(mesh):
     torch.manual_seed(0)
     rank, errors = mesh.get_rank(), []
-    pipe, replica = in_square(nn.Sequential(nn.Linear(WIDTH, WIDTH), Fragile()))
+    pipe, replica = in_square(fragile())
     data = of_replicas([(4, 4)] * 9)[replica]
 
     def streamed(data, *arguments, **options):

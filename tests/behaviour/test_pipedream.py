@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracle
+from helpers.contrastive import contrast
 from helpers.delayed_updates import RULES, train_delayed
 from helpers.layered import Layered
 from helpers.paths import ROOT, module_at
-from helpers.residual_blocks import WIDTH, Stumbling, assert_same, batches, blocks, momentum, sgd, train
+from helpers.residual_blocks import WIDTH, Faulty, Stumbling, assert_same, batches, blocks, momentum, sgd, train
 from torch import nn
 
 import fxpipe
@@ -102,21 +103,39 @@ def test_double_buffering_comes_to_the_weights_of_one_update_ago(shared, stages,
         assert stream.versions_held == (min(stages, 2),) * stages
 
 
-def test_micro_batches_of_a_mini_batch_have_one_version_and_weighted_losses_are_divided():
-    """Weight stashing with micro-batches: as many of them in flight, so fewer versions."""
+class Contrast(nn.Module):
+    """A tail of a model, in which samples meet."""
 
-    def weighted(y, t):
-        return ((y - t) ** 2).sum() * 0.5, t.numel()
+    def forward(self, y):
+        return contrast(y, y)
 
-    plain, data = blocks(3), batches(7)
-    with piped(copy.deepcopy(plain), 3, chunks=3) as pipe:
-        stream = pipe.train_stream(data, loss_fn=weighted, optimizer=StageOptimizer(pipe, torch.optim.SGD, lr=0.1))
-        losses = list(stream)
-        assert stream.versions_held == (2, 2, 1)
-        loss_fn, rule = lambda y, t: ((y - t) ** 2).mean() * 0.5, lambda n, j, t: max(0, t - (j < n - 1))
-        want, _ = train_delayed([*plain], data, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), rule, chunks=3)
-        torch.testing.assert_close(losses, want, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close([*pipe.parameters()], [*plain.parameters()], atol=1e-5, rtol=1e-5)
+
+JOINT = [  # stages, micro-batches, rule of versions, options of the pipe, the model computes the loss
+    (2, 2, "stashing", {"checkpoint": "except_last"}, False),
+    (2, 4, "vertical sync", {}, True),
+    (3, 2, "vertical sync", {"checkpoint": "always"}, False),
+    (3, 4, "stashing", {}, True),
+    (1, 4, "plain", {}, True),
+    (3, 4, "2bw", {"schedule": "pipedream_2bw"}, False),
+]
+
+
+@pytest.mark.parametrize(("stages", "chunks", "rule", "options", "is_inside"), JOINT)
+def test_a_loss_of_all_samples_has_the_versions_of_mini_batches_that_are_not_cut(
+    stages, chunks, rule, options, is_inside
+):
+    plain, data = blocks(stages), batches(8, size=8, fewer_in_last=3)
+    model, tail = copy.deepcopy(plain), [Contrast()] if is_inside else []
+    of_stream = {"loss_fn": None} if is_inside else {"loss_fn": contrast, "reduction": "batch"}
+    of_stream |= {"vertical_sync": True} if rule == "vertical sync" else {}
+    with piped(nn.Sequential(*model, *tail), stages, chunks=chunks, example=(data[0][0],), **options) as pipe:
+        stream, losses = train(pipe, [x for x, _ in data] if is_inside else data, **of_stream)
+        loss_fn = (lambda y, t: contrast(y, y)) if is_inside else contrast
+        want, _ = train_delayed([*plain], data, loss_fn, momentum, RULES[rule], chunks, joint=True)
+        assert torch.equal(torch.stack(losses), torch.stack(want))
+        assert_same(model, plain)
+        versions = {"stashing": range(stages, 0, -1), "vertical sync": [stages] * stages, "2bw": [2] * stages}
+        assert stream.versions_held == tuple(versions.get(rule, [1]))
 
 
 def test_batch_norm_sees_the_mini_batches_in_order():
@@ -187,40 +206,34 @@ def test_losses_before_a_mini_batch_that_cannot_be_read_come_first(shared):
         assert_same(pipe, plain)
 
 
-class Faulty(Layered):
-    """Raises when a value is too large; in forward, or in backward."""
-
-    def forward(self, x):
-        return _Faulty.apply(x, self.where)
-
-
-class _Faulty(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, where):
-        if where == "forward" and bool((x.abs() > 1e3).any()):
-            raise ArithmeticError("too large")
-        ctx.is_bad = where == "backward" and bool((x.abs() > 1e3).any())
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.is_bad:
-            raise ArithmeticError("too large")
-        return gradient, None
+def failing(y, t):
+    if y.abs().max() > 1e3:
+        raise ArithmeticError("too large")
+    return contrast(y, t)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+MSE, ALL = {"loss_fn": F.mse_loss}, {"loss_fn": contrast, "reduction": "batch"}
+FAULTS = {  # options of the stream, micro-batches, and the action that fails
+    "forward": (MSE, 1, "micro-batch 0, forward"),
+    "backward": (MSE, 1, "micro-batch 0, backward"),
+    "backward of all": (ALL, 3, "micro-batch 0, backward"),
+    "loss of all": ({**ALL, "loss_fn": failing}, 3, "micro-batch 2, forward"),
+}
+
+
+@pytest.mark.parametrize("where", FAULTS)
 def test_an_exception_in_a_stage_drops_the_stream_and_leaves_a_pipe_that_trains(where):
-    model = nn.Sequential(blocks(1)[0], nn.Sequential(Faulty(where=where), blocks(1)[0]))
-    with piped(model, 2, leaf_modules=["1.0"]) as pipe:
+    of_stream, chunks, action = FAULTS[where]
+    model = nn.Sequential(blocks(1)[0], nn.Sequential(Faulty(where=where.removesuffix(" of all")), blocks(1)[0]))
+    with piped(model, 2, chunks=chunks) as pipe:
         optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
         data = batches(9)
         data[4] = data[4][0] * 1e6, data[4][1]
         with pytest.raises(ArithmeticError) as caught:
-            list(pipe.train_stream(data, loss_fn=F.mse_loss, optimizer=optimizer))
+            list(pipe.train_stream(data, optimizer=optimizer, **of_stream))
         notes = "\n".join(caught.value.__notes__)
         assert "of mini-batch 4 of the stream" in notes
-        assert f"stage 1 of 2 on cpu, micro-batch 0, {where}" in notes
+        assert f"stage 1 of 2 on cpu, {action}" in notes
         assert "the stream was dropped" in notes
         assert "stage 1 those of 4" in notes
         forwards = [one for one in pipe.last_step.actions if one.action[:2] == (ActionKind.FORWARD, 1)]
@@ -228,8 +241,9 @@ def test_an_exception_in_a_stage_drops_the_stream_and_leaves_a_pipe_that_trains(
         plain = copy.deepcopy(fxpipe.unwrap(pipe))
         for parameter in plain.parameters():
             parameter.grad = None
-        train(pipe, batches(5), optimizer)
-        train_delayed([*plain], batches(5), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), RULES["stashing"])
+        train(pipe, batches(5), optimizer, **of_stream)
+        arguments = of_stream["loss_fn"], lambda p: torch.optim.SGD(p, lr=0.1), RULES["stashing"], chunks
+        train_delayed([*plain], batches(5), *arguments, joint=chunks > 1)
         assert_same(pipe, plain)
         pipe.forward_backward(data[0][0], target=data[0][1], loss_fn=F.mse_loss, optimizer=optimizer)
 
@@ -505,14 +519,6 @@ def test_a_stream_without_gradients_and_one_of_a_closed_pipe_are_refused():
             list(stream)
         with pytest.raises(StateError, match="the pipe is closed"):
             pipe.train_stream([], optimizer=optimizer)
-
-
-def test_a_loss_that_is_no_sum_over_micro_batches_is_found_out(shared):
-    with shared(2, "pipedream_2bw", 3) as pipe:
-        stream = pipe.train_stream(batches(3), loss_fn=lambda y, t: y.std() + (y - t).mean(), optimizer=sgd(pipe))
-        with pytest.raises(LossError, match="it is no mean over samples"):
-            list(stream)
-        train(pipe, batches(2))
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])

@@ -49,12 +49,14 @@ def train_delayed(
     chunks: int = 1,
     replicas: Sequence[int] = (),
     rounds: Sequence[int] = (),
+    joint: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.optim.Optimizer | None]]:
     """Trains the stages; returns the losses, and the optimizer of each stage that has parameters.
 
     Args:
         replicas: of each stage, to which micro-batches go in turn: each sums the gradients of its own.
         rounds: for each stage the mini-batches of an update; the last one may have fewer.
+        joint: one loss of the outputs of all micro-batches.
     """
     n = len(stages)
     replicas, rounds = tuple(replicas) or (1,) * n, tuple(rounds) or (1,) * n
@@ -68,14 +70,19 @@ def train_delayed(
         ]
         total: Any = 0.0
         sums: list[list[dict[str, torch.Tensor]]] = [[{} for _ in range(count)] for count in replicas]
-        parts = zip(x.tensor_split(min(chunks, len(x))), target.tensor_split(min(chunks, len(x))), strict=True)
-        for k, (part, part_target) in enumerate(parts):
-            value = part
+        parts, targets = (whole.tensor_split(min(chunks, len(x))) for whole in (x, target))
+        outputs = list[torch.Tensor]()
+        for value in parts:
             for stage, own in zip(stages, weights, strict=True):
                 value = functional_call(stage, {**own, **dict(stage.named_buffers())}, (value,))
-            loss, share = loss_fn(value, part_target), len(part) / len(x)
+            outputs.append(value)
+        leaves = [output.detach().requires_grad_() for output in outputs]
+        for output, part_target in [(torch.cat(leaves), target)] if joint else zip(leaves, targets, strict=True):
+            loss, share = loss_fn(output, part_target), len(output) / len(x)
             (loss * share).backward()
             total = total + loss.detach() * share
+        for k, (output, leaf) in enumerate(zip(outputs, leaves, strict=True)):
+            output.backward(leaf.grad)
             for j, count in enumerate(replicas):
                 _add(sums[j][k % count], {name: w.grad for name, w in weights[j].items()})
             for own in weights:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.optim import StageOptimizer
 from helpers.layered import Layered
 
@@ -42,6 +43,24 @@ class Stumbling(torch.optim.SGD):
         if Stumbling.steps == 5:
             raise OSError("stumbled")
         super().step()
+
+
+class Faulty(Layered):
+    """Raises for values over 1,000, in forward or in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return faulty(x, self.where)
+
+
+@fxpipe.leaf
+def faulty(x: Tensor, where: str) -> Tensor:
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("too large")
+
+    x = x.clone()
+    if (x.abs() > 1e3).any() and where in ("forward", "backward"):
+        fail(x) if where == "forward" else x.register_hook(fail)
+    return x
 
 
 class Rows(Layered, linear=WIDTH):

@@ -55,6 +55,7 @@ def assert_same(model, plain):
         ("pipedream", 1, {}, "stashing"),
         ("pipedream", 1, {"vertical_sync": True}, "vertical sync"),
         ("pipedream_2bw", 3, {}, "2bw"),
+        ("pipedream", 2, {"reduction": "batch"}, "stashing"),
     ],
 )
 def test_a_stream_comes_to_the_weights_of_delayed_updates(schedule, chunks, options, rule):
@@ -62,9 +63,10 @@ def test_a_stream_comes_to_the_weights_of_delayed_updates(schedule, chunks, opti
     model = copy.deepcopy(plain)
     with fxpipe.pipeline(model, DEVICES, chunks, schedule=schedule, balance=["0", "1"]) as pipe:
         optimizer = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
-        stream = pipe.train_stream(batches, loss_fn=F.mse_loss, optimizer=optimizer, **options)
+        loss_fn = contrast if "reduction" in options else F.mse_loss
+        stream = pipe.train_stream(batches, loss_fn=loss_fn, optimizer=optimizer, **options)
         losses = [loss.cpu() for loss in stream]
-        want, _ = train_delayed([*plain], batches, F.mse_loss, adamw, RULES[rule], chunks)
+        want, _ = train_delayed([*plain], batches, loss_fn, adamw, RULES[rule], chunks, joint=loss_fn is contrast)
         torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=1e-3, atol=1e-4)
         assert_same_state(model, plain)
         assert {parameter.device.type for parameter in model.parameters()} == {"sim", "cpu"}
@@ -106,6 +108,7 @@ NORMS = [(nn.BatchNorm1d, "auto"), (nn.LayerNorm, "auto"), (nn.LayerNorm, 2), (n
         *(("2-3 with a CPU", *norm, "pipedream") for norm in NORMS),
         *((places, *norm, "pipedream") for places, norm in zip(("2-1", "1-2", "3-1", "3"), NORMS, strict=True)),
         *((places, nn.LayerNorm, 4, "pipedream_2bw") for places in ("2-1", "1-2", "2-3 with a CPU")),
+        *((places, nn.LayerNorm, 4, "joint") for places in ("2-1", "2-3 with a CPU")),
     ],
 )
 def test_replicas_come_to_the_weights_of_delayed_updates_by_rounds(places, norm, chunks, schedule):
@@ -113,15 +116,21 @@ def test_replicas_come_to_the_weights_of_delayed_updates_by_rounds(places, norm,
     own, counts = PLACES[places], tuple(map(len, PLACES[places]))
     plain, batches, parts = blocks(len(own), norm), batches_of(14), 1 if chunks == "auto" else chunks
     model = copy.deepcopy(plain)
+    of_stream = {"loss_fn": F.mse_loss}
+    if schedule == "joint":
+        schedule, of_stream = "pipedream", {"loss_fn": contrast, "reduction": "batch"}
     with replicated(model, own, schedule, chunks, checkpoint="always") as pipe:
         optimizer, losses = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2), []
-        for loss in pipe.train_stream(batches, loss_fn=F.mse_loss, optimizer=optimizer):
+        for loss in pipe.train_stream(batches, optimizer=optimizer, **of_stream):
             assert loss.device == torch.device(own[-1][0])
             losses.append(loss.cpu())
         rule, rounds = rule_of_replicas(counts, parts), rounds_of_replicas(counts, parts)
         if schedule == "pipedream_2bw":
             rule, rounds = RULES["2bw"], ()
-        want, _ = train_delayed([*plain], batches, F.mse_loss, adamw, rule, parts, counts, rounds)
+        elif "reduction" in of_stream:
+            rule = rule_of_replicas(rounds)
+        arguments = of_stream["loss_fn"], adamw, rule, parts, counts, rounds
+        want, _ = train_delayed([*plain], batches, *arguments, joint="reduction" in of_stream)
         torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=1e-3, atol=1e-4)
         assert_same_state(model, plain)
         assert {parameter.device for parameter in model.parameters()} == {torch.device(each[0]) for each in own}

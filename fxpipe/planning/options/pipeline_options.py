@@ -221,6 +221,7 @@ class Settings:
     replica_workers: tuple[tuple[torch.device, ...], ...] = ()
     runs_here: bool = False  # in this process, so chosen replicas must take turns
     least_samples: int = 1  # minimum samples of a micro-batch: batch norm needs 2 values
+    is_joint: bool = False  # an output of the model needs all samples of a mini-batch; known after tracing
     ranks_per_stage: int = 1  # with processes: replicas that have their own mini-batches
 
     @property

@@ -11,7 +11,8 @@ from fxpipe.cluster import Cluster
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Operation
 from fxpipe.scheduling import Schedule, activations_in_flight, make_schedule, micro_batches_in_flight
-from fxpipe.scheduling.streams import steady_micro_batches, weight_versions
+from fxpipe.scheduling.factory import steady_schedule
+from fxpipe.scheduling.streams import weight_versions
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer, stage_memory
 from fxpipe.utils.polynomial import ZERO, Polynomial
 from fxpipe.utils.units import parse_count
@@ -204,6 +205,7 @@ class PlanData:
     sendings: tuple[PlannedTransfer, ...] = ()
     packets: tuple[PlannedTransfer, ...] = ()  # with processes: between adjacent stages, all values that cross the cut
     batch: int | None = None  # samples of the planned mini-batch of one replica; None: unknown
+    is_joint: bool = False  # an output needs all samples: all F of a mini-batch run before its first B
     evaluating: tuple[str, ...] | None = None  # modules that were in evaluation mode; None: unknown
     tied: tuple[TiedParameter, ...] = ()
     whole: tuple[OpaqueNode, ...] = ()
@@ -255,7 +257,8 @@ class PlanData:
     def weight_versions(self, stage: int) -> int:
         """Returns the maximum number of weight versions of a stage: 1, unless mini-batches stream through it."""
         number = self._stage(stage).index
-        return weight_versions(self.schedule, len(self.stages), number, self.micro_batches, self.stage_turns)
+        how = self.micro_batches, self.stage_turns, self.is_joint
+        return weight_versions(self.schedule, len(self.stages), number, *how)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -332,6 +335,7 @@ class PlanData:
             working_bytes=max(one.at(here) for one in (sizes.working, *sizes.working_elsewhere)),
             update=stage.update_seconds,
             loss=stage.loss_seconds,
+            joint=self.micro_batches if self.is_joint else 1,
             host=host,
             reduction=reduction,
             reduction_buckets=buckets,
@@ -348,8 +352,7 @@ class PlanData:
 
     def _steady_schedule(self) -> Schedule:
         """Returns the schedule with enough micro-batches for the steady state, in a stream of several steps."""
-        n = len(self.stages)
-        return self.as_schedule(steady_micro_batches(self.schedule, n, self.micro_batches, self.stage_turns))
+        return steady_schedule(self.schedule, self.micro_batches, self.modes, self.placement, self.turns, self.is_joint)
 
     def memory(self, stage: int, b: int | None = None, **sizes: int) -> sympy.Expr:
         """Computes the peak bytes of a stage: all weight versions, gradients, optimizer, activations in flight.

@@ -59,6 +59,7 @@ def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | 
             overlaps=overlaps,
             one_interpreter=shares,
             replicas=plan.stage_turns,
+            is_joint=plan.is_joint,
         )
     else:
         schedule = with_updates(plan.as_schedule()) if updates else plan.as_schedule()

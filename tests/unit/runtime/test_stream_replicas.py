@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.delayed_updates import RULES, rule_of_replicas, train_delayed
+from helpers.contrastive import contrast
+from helpers.delayed_updates import RULES, rounds_of_replicas, rule_of_replicas, train_delayed
 from helpers.oracle import closing
 from helpers.plan_hardware import hardware, narrow_then_wide
-from helpers.residual_blocks import WIDTH, Block, Rows, assert_same, batches, blocks, momentum, sgd, train
+from helpers.residual_blocks import WIDTH, Block, Faulty, Rows, assert_same, batches, blocks, momentum, sgd, train
 from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
 
@@ -76,17 +77,13 @@ def test_bits_do_not_depend_on_which_replica_is_first(replicas, seed):
 def test_with_vertical_sync_all_stages_have_the_rounds_of_the_one_with_most_replicas(replicas):
     plain, data, most = blocks(2), batches(14), max(replicas)
     flight = replicas[0] * (1 + -(-replicas[1] // replicas[0]))
+
+    def rule(n, j, t):
+        return max(0, t // most * most + 1 - flight) // most
+
     with piped(copy.deepcopy(plain), replicas) as pipe:
         _, losses = train(pipe, data, vertical_sync=True)
-        want, _ = train_delayed(
-            [*plain],
-            data,
-            F.mse_loss,
-            momentum,
-            lambda n, j, t: max(0, t // most * most + 1 - flight) // most,
-            replicas=replicas,
-            rounds=(most, most),
-        )
+        want, _ = train_delayed([*plain], data, F.mse_loss, momentum, rule, 1, replicas, (most, most))
         assert torch.equal(torch.stack(losses), torch.stack(want))
         assert_same(pipe, plain)
 
@@ -101,6 +98,18 @@ def test_double_buffering_shares_each_mini_batch_among_the_replicas(replicas, ch
         assert torch.equal(torch.stack(losses), torch.stack(want))
         assert_same(pipe, plain)
         assert stream.versions_held == (2, 2)
+
+
+@pytest.mark.parametrize(("replicas", "chunks"), [((2, 1), 4), ((1, 3), 2), ((3, 2), 4)])
+def test_replicas_wait_for_the_loss_of_all_samples(replicas, chunks):
+    """They share mini-batches, or take several in a round, with as many of these in flight as without cuts."""
+    plain, data, rounds = blocks(2), batches(9), rounds_of_replicas(replicas, chunks)
+    with piped(copy.deepcopy(plain), replicas, chunks=chunks, executor=InterleavedExecutor(3)) as pipe:
+        _, losses = train(pipe, data, loss_fn=contrast, reduction="batch")
+        arguments = contrast, momentum, rule_of_replicas(rounds), chunks, replicas, rounds
+        want, _ = train_delayed([*plain], data, *arguments, joint=True)
+        assert torch.equal(torch.stack(losses), torch.stack(want))
+        assert_same(pipe, plain)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -230,21 +239,9 @@ def test_another_shape_ends_the_rounds_before_it(replicas):
         assert_same(pipe, plain)
 
 
-class Faulty(nn.Module):
-    def forward(self, x):
-        return refuse_large(x)
-
-
-@fxpipe.leaf
-def refuse_large(x):
-    if bool((x.abs() > 1e3).any()):
-        raise ArithmeticError("too large")
-    return x * 1
-
-
 @pytest.mark.parametrize("bad", range(4, 7))
 def test_an_exception_in_a_replica_drops_the_stream_and_leaves_a_pipe_that_trains(bad):
-    model = nn.Sequential(nn.Sequential(Faulty(), Block()), Block())
+    model = nn.Sequential(nn.Sequential(Faulty(where="forward"), Block()), Block())
     with piped(model, (3, 1)) as pipe:
         optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
         data = batches(14)

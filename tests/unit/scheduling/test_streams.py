@@ -20,11 +20,11 @@ from fxpipe.scheduling.streams import weight_versions
 NAMES = {WeightPolicy.STASHING: "pipedream", WeightPolicy.DOUBLE_BUFFERING: "pipedream_2bw"}
 
 
-def streamed(stages, policy, sizes, drains=(), modes=None, replicas=()):
-    order = StreamSchedule(stages, policy, modes, replicas)
+def streamed(stages, policy, sizes, drains=(), modes=None, replicas=(), is_joint=False):
+    order = StreamSchedule(stages, policy, modes, replicas, max(sizes))
     rows = [[] for _ in range(sum(order.replicas))]
     for t, size in enumerate(sizes):
-        parts = [order.admit(size)] + ([order.drain()] if t in drains else [])
+        parts = [order.admit(size, is_joint)] + ([order.drain()] if t in drains else [])
         for part in parts:
             for row, more in zip(rows, part, strict=True):
                 row += more
@@ -65,6 +65,7 @@ def test_recomputation_goes_before_its_backward():
 def test_schedules_with_a_flush_have_one_version():
     assert weight_versions("1f1b", 4, 0) == 1
     assert [weight_versions("pipedream", 4, j, 3) for j in range(4)] == [2, 2, 2, 1]
+    assert [weight_versions("pipedream", 4, j, 3, is_joint=True) for j in range(4)] == [4, 3, 2, 1]
 
 
 # -- Replicas ----------------------------------------------------------------------------------------------------------
@@ -74,9 +75,9 @@ ALONE = [(1,) * n for n in (1, 2, 3, 4)]  # no replicas
 REPLICAS = [*SMALL, (15, 1), (1, 15), (4, 2, 1), (1, 4, 1), (3, 2, 1, 2)]
 
 
-def replicated(policy, sizes, replicas, drains=()):
+def replicated(policy, sizes, replicas, drains=(), is_joint=False):
     """A stream whose drains come behind some mini-batches, as a schedule in which each row waits for what it needs."""
-    order, rows = streamed(len(replicas), policy, sizes, drains, replicas=replicas)
+    order, rows = streamed(len(replicas), policy, sizes, drains, None, replicas, is_joint)
     awaited = {action: order.awaited(action) for row in rows for action in row}
     return order, Schedule("stream", len(replicas), sum(sizes), rows, replicas=order.replicas, awaited=awaited)
 
@@ -103,11 +104,12 @@ def in_order_of_time(schedule):
 
 
 @pytest.mark.parametrize("policy", WeightPolicy)
-def test_rows_of_replicas_run_and_every_forward_finds_its_version(policy):
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_rows_of_replicas_run_and_every_forward_finds_its_version(policy, is_joint):
     """All small numbers of replicas, mini-batches of one and of several micro-batches, drains within a round."""
     streams = [1] * 17, [2] * 7, [3, 1, 2, 5, 1, 1, 4]
-    for replicas, sizes, drains in product([*ALONE, *REPLICAS], streams, ((), (3,), (1, 4))):
-        order, schedule = replicated(policy, sizes, replicas, drains)
+    for replicas, sizes, drains in product([*ALONE, *REPLICAS], streams[is_joint:], ((), (3,), (1, 4))):
+        order, schedule = replicated(policy, sizes, replicas, drains, is_joint)
         validate(schedule)
         held, updates = [{0} for _ in replicas], [[] for _ in replicas]  # versions, and the updates that made them
         most = [1] * len(replicas)
@@ -122,7 +124,8 @@ def test_rows_of_replicas_run_and_every_forward_finds_its_version(policy):
                 if version and k < replicas[j] > 1:  # opens the stage on a replica, which may be ahead of the others
                     assert updates[j][version - 1] in order.awaited(action)
             if kind is ActionKind.BACKWARD:
-                assert action._replace(kind=ActionKind.FORWARD) in done
+                last = order.micro_batches_of(t)[-1] if is_joint and j == len(replicas) - 1 else i
+                assert {Action(ActionKind.FORWARD, j, h) for h in (i, last)} <= done
             if kind is ActionKind.UPDATE:
                 together = order.round_of(j, t)
                 assert t == together[-1]
@@ -137,11 +140,11 @@ def test_rows_of_replicas_run_and_every_forward_finds_its_version(policy):
             assert max(of_stage) == len([a for a in ended if a.kind is ActionKind.UPDATE and a.stage == j])
             if replicas in ALONE:
                 n = len(replicas)
-                assert micro_batches_in_flight(schedule)[j] <= n - j
-                if sizes[0] == 1 and not drains:
+                assert micro_batches_in_flight(schedule)[j] <= (n - j) * (max(sizes) if is_joint else 1)
+                if (is_joint or sizes[0] == 1) and not drains:
                     assert most[j] == {"STASHING": n - j, "VERTICAL_SYNC": n}.get(policy.name, min(n, 2))
             if policy in NAMES:
-                assert most[j] <= weight_versions(NAMES[policy], len(replicas), j, min(sizes), replicas)
+                assert most[j] <= weight_versions(NAMES[policy], len(replicas), j, min(sizes), replicas, is_joint)
                 if sizes[0] == 1 and not drains and len(sizes) > 3 * max(replicas):
                     assert most[j] == weight_versions(NAMES[policy], len(replicas), j, 1, replicas)
 
@@ -169,10 +172,10 @@ def test_mini_batches_go_round_and_rounds_cover_all_of_them_once(replicas):
 @pytest.mark.parametrize("policy", WeightPolicy)
 def test_so_many_mini_batches_in_flight_are_enough_for_the_first_of_them_to_end(policy):
     """Who waits for its loss admits no more: its updates are queued then, and all that they wait for."""
-    for replicas, size in each_once([*ALONE, *REPLICAS], (1, 2, 4)):
-        order, queued = StreamSchedule(len(replicas), policy, None, replicas), set()
+    for replicas, size, is_joint in each_once([*ALONE, *REPLICAS], (1, 2, 4), (False, True)):
+        order, queued = StreamSchedule(len(replicas), policy, None, replicas, size), set()
         for t in range(20 + order.mini_batches_to_end):
-            queued |= {action for row in order.admit(size) for action in row}
+            queued |= {action for row in order.admit(size, is_joint) for action in row}
             needs = {need for action in queued for need in order.awaited(action)}
             sooner = {a for a in queued if a.kind is not ActionKind.UPDATE}
             needs |= {n for a in sooner for n in dependencies(a, len(replicas)) if n.kind is not ActionKind.RECOMPUTE}
@@ -182,17 +185,3 @@ def test_so_many_mini_batches_in_flight_are_enough_for_the_first_of_them_to_end(
                 for j in range(len(replicas)):
                     last = size * (order.round_of(j, oldest)[-1] + 1) - 1
                     assert Action(ActionKind.UPDATE, j, last) in queued
-
-
-def test_three_replicas_and_one_alternate_and_update_once_for_each_round():
-    _, schedule = replicated(WeightPolicy.STASHING, [1] * 12, (3, 1))
-    rows = [" ".join(map(str, row)) for row in schedule.rows]
-    assert rows[0] == "0F0 0F3 0B0 0F6 0B3 0F9 0B6 0B9"
-    assert rows[2] == "0F2 0F5 0B2 0U2 0F8 0B5 0U5 0F11 0B8 0U8 0B11 0U11"
-    assert rows[3].startswith("1F0 1B0 1U0 1F1 1B1 1U1")
-    assert schedule.awaited[Action(ActionKind.UPDATE, 0, 5)] == (
-        Action(ActionKind.UPDATE, 0, 2),
-        Action(ActionKind.BACKWARD, 0, 3),
-        Action(ActionKind.BACKWARD, 0, 4),
-    )
-    assert schedule.awaited[Action(ActionKind.FORWARD, 0, 9)] == (Action(ActionKind.UPDATE, 0, 2),)

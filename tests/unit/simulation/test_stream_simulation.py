@@ -21,9 +21,12 @@ def costs(*seconds, update=0.5):
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-@pytest.mark.parametrize(("name", "m"), [("pipedream", 1), ("pipedream_2bw", 3), ("pipedream", 8)])
-def test_equal_stages_take_forward_backward_and_update_for_each_mini_batch(name, n, m):
-    simulated = simulate_stream(name, costs(*[1.0] * n), micro_batches=m)
+@pytest.mark.parametrize(
+    ("name", "m", "is_joint"),
+    [("pipedream", 1, False), ("pipedream_2bw", 3, False), ("pipedream", 8, False), ("pipedream", 4, True)],
+)
+def test_equal_stages_take_forward_backward_and_update_for_each_mini_batch(name, n, m, is_joint):
+    simulated = simulate_stream(name, costs(*[1.0] * n), micro_batches=m, is_joint=is_joint)
     if name == "pipedream" or m >= n:
         assert simulated.step_seconds == pytest.approx(3.0 * m + 0.5)
         assert simulated.mean_bubble == pytest.approx(0.0)
@@ -87,12 +90,6 @@ def test_gradients_of_replicas_are_reduced_with_each_update():
     simulated = simulate_stream("pipedream", stages, micro_batches=1, replicas=(2, 1))
     assert simulated.busy == pytest.approx((3.0, 3.375, 3.0))
     assert simulated.step_seconds == pytest.approx(3.375)
-
-
-def test_a_stream_is_drawn_with_its_warm_up_and_drain():
-    text = str(simulate_stream("pipedream", costs(*[1.0] * 3, update=1.0), micro_batches=1))
-    assert text.startswith("pipedream: 3 stages, 7 mini-batches of 1 micro-batch\ndevice 0 |F0 F1 F2 ")
-    assert "warm-up 2000 ms, drain 4000 ms; between them a mini-batch takes 4000 ms, with its update" in text
 
 
 # -- of plans --------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ def full() -> fxpipe.Plan:
         whole=(OpaqueNode("layers.1", "draws numbers of its own", "net.py:4"),),
         sizes=(PlannedSize("s", 8, 32, 2, 64, ("dimension 1 of ids",)),),
         processes=True,
+        is_joint=True,
     )
 
 
