@@ -2000,6 +2000,12 @@ TRACING = (
 
 PROFILING = (
     Mutant(
+        "tracing/shapes/symbolic_run.py",
+        "query[:-2] == key[:-2] == value[:-2] and ",
+        "",
+        "unit/tracing/shapes/test_symbolic_shapes.py::test_sizes_that_torch_broadcasts_or_refuses_are_left_to_it",
+    ),
+    Mutant(
         "profiling/saved_storages.py",
         " and self.effects.alias[node] not in self.written:\n            first,",
         ":\n            first,",

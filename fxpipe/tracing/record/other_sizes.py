@@ -299,6 +299,7 @@ def _insert_formulas(
 # as user hooks, tables outside modules, and values that are others when all samples are read, are recorded on all.
 
 LONG_RECORDING = 0.25  # seconds; after shorter recordings, all samples are recorded
+SLOW_DEVICE = 1e10  # operations per second
 
 
 def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Traced | None:
@@ -317,6 +318,10 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
     if samples >= batch:
         return None
 
+    # Each parameter is used about once for each element of an input; models that use them more often are measured.
+    elements = max(value.numel() for value, dim in zip(values, dims, strict=True) if dim is not None)
+    if 2 * elements * sum(p.numel() for p in model.parameters()) < LONG_RECORDING * SLOW_DEVICE:
+        return None
     sample = pytree.tree_unflatten(slice_samples(values, dims, 0, samples), spec)
     start = time.perf_counter()
     traced = record_on(*sample)

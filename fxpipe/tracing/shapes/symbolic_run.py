@@ -250,6 +250,11 @@ class SymbolicRun:
         return self.traced.is_for_one_size and node not in self.known.fixing
 
     def _run(self, node: fx.Node) -> Any:
+        if node.target in _PRODUCTS and not any(autocast.enabled for autocast in state_of(node).autocast):
+            sizes = product_sizes(node.target, *fx.map_arg((node.args, node.kwargs), self.node_values.__getitem__))
+            if sizes is not None:
+                source: Any = self.node_values[node.all_input_nodes[0]]
+                return source.new_empty(sizes)
         if node.target is not F.interpolate:
             return run_node_without_grad(node, self.node_values)
         arguments = {**fx.map_arg(named_arguments(node), self.node_values.__getitem__)}
@@ -407,6 +412,37 @@ class ChangedInPlaceError(Exception):
 
 class _Number(NamedTuple):
     of_value: int
+
+
+_PRODUCTS = (F.linear, F.scaled_dot_product_attention)
+
+
+def product_sizes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Returns the sizes of `F.linear` and of attention, which take torch up to 40 ms to derive from symbols.
+
+    None if torch has to check them: sizes that are not obviously equal, or are broadcast.
+    """
+    tensors, settings = [x for x in args if isinstance(x, torch.Tensor)], kwargs.keys()
+    if len(tensors) < min(len(args), 3 if function is not F.linear else 2) or len({t.dtype for t in tensors}) > 1:
+        return None
+    of = [tuple(map(_value_key, t.shape)) for t in tensors]
+    first = tensors[0]
+    if function is F.linear:
+        is_plain = len(of[0]) > 1 and len(of[1]) == 2 and type(first.shape[-1]) is int and not settings
+        is_plain = is_plain and of[0][-1] == of[1][1] and all(bias == of[1][:1] for bias in of[2:])
+        return (*first.shape[:-1], tensors[1].shape[0]) if is_plain else None
+    mask = kwargs.get("attn_mask")
+    if len(args) != 3 or kwargs.get("enable_gqa") or not (mask is None or isinstance(mask, torch.Tensor)):
+        return None
+    query, key, value = of
+    wanted = (*query[:-1], key[-2])
+    masked = wanted if mask is None else tuple(map(_value_key, mask.shape))
+    pairs = zip(masked, wanted[-len(masked) :], strict=True) if len(masked) <= len(wanted) else ((0, 1),)
+    is_plain = (
+        len(query) >= 3 and query[:-2] == key[:-2] == value[:-2] and key[-2] == value[-2] and query[-1] == key[-1]
+    )
+    fits = all(one == other or one == _value_key(1) for one, other in pairs)
+    return (*first.shape[:-1], tensors[2].shape[-1]) if is_plain and fits else None
 
 
 class NodeCache:

@@ -5,15 +5,11 @@ from collections import Counter
 import pytest
 import torch
 from helpers.every_cut import EveryCut
-from helpers.layered import Layered
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
 from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.runtime.exchange import Exchange
-from fxpipe.runtime.run import Run
-from fxpipe.scheduling.actions import Action, ActionKind
 
 
 class Net(nn.Module):
@@ -86,45 +82,3 @@ def test_each_value_crosses_once_for_a_micro_batch_and_user(monkeypatch, schedul
         pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
     rows = [*(stage.receives for stage in program.stages), program.outputs]
     assert taken == Counter((user, r.name, i) for user, row in enumerate(rows) for r in row for i in range(3))
-
-
-def watch(monkeypatch):
-    crossed, gone = {}, {}
-    take, perform = Exchange.take, Run.perform
-
-    def watched_take(self, user, link, i):
-        value = take(self, user, link, i)
-        if link.value.source != PIPE_INPUT:
-            crossed[user, link.value.name, i] = StorageWeakRef(value.value.untyped_storage())
-        return value
-
-    def watched_perform(self, action):
-        perform(self, action)
-        gone[action] = {key for key, storage in crossed.items() if storage.expired()}
-
-    monkeypatch.setattr(Exchange, "take", watched_take)
-    monkeypatch.setattr(Run, "perform", watched_perform)
-    return crossed, gone
-
-
-class Once(Layered, one=4, two=4, three=4):
-    """`skip` is saved by nobody and used once, two stages later."""
-
-    def forward(self, x):
-        skip = self.one(x)
-        h = self.two(x)
-        h = torch.relu(h)
-        return self.three(h) + skip
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_portal_is_freed_with_the_backward_of_its_user(monkeypatch, checkpoint):
-    x = torch.randn(6, 4)
-    options = {"example_args": (x,), "balance": [1, 2, 2], "checkpoint": checkpoint}
-    with fxpipe.pipeline(Once(), ["cpu"] * 3, 3, **options) as pipe:
-        assert [(s.name, s.source, s.target) for s in pipe._fxpipe.first.program.skips] == [("one", 0, 2)]
-        crossed, gone = watch(monkeypatch)
-        pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
-        for i in range(3):
-            assert (2, "one", i) in gone[Action(ActionKind.BACKWARD, 2, i)]
-        assert all(storage.expired() for storage in crossed.values()), "the step has left values behind"

@@ -36,6 +36,14 @@ class Unsaved(Layered, weights=lambda: nn.ParameterList(nn.Parameter(torch.randn
         return x
 
 
+class Once(Layered, one=4, two=4, three=4):
+    """`skip` is saved by nobody and used once, two stages later."""
+
+    def forward(self, x):
+        skip = self.one(x)
+        return self.three(self.two(x) + 1) + skip
+
+
 @pytest.fixture
 def watched(monkeypatch):
     """By user, name and micro-batch the storages that crossed; by action how many of a stage's are alive behind it."""
@@ -63,9 +71,9 @@ def watched(monkeypatch):
     return crossed, alive
 
 
-def pipe_of(model, seed=0, **options):
+def pipe_of(model, seed=0, balance=(1,) * STAGES, **options):
     x = torch.randn(10, 4)
-    pipe = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, example_args=(x,), balance=[1] * STAGES, **options)
+    pipe = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, example_args=(x,), balance=list(balance), **options)
     pipe._fxpipe.engine.executor = InterleavedExecutor(seed)
     return pipe, x
 
@@ -131,3 +139,14 @@ def test_inputs_are_let_go_by_the_stage_that_uses_them_last(monkeypatch):
         assert len(parts) == 5
         assert all(storage.expired() for storage in parts)
         assert y.requires_grad, "its backward is still to come"
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_portal_is_freed_with_the_backward_of_its_user(watched, checkpoint):
+    crossed, alive = watched
+    pipe, x = pipe_of(Once(), checkpoint=checkpoint, balance=[1, 2, 2])
+    with pipe:
+        assert [(s.name, s.source, s.target) for s in pipe._fxpipe.first.program.skips] == [("one", 0, 2)]
+        pipe.forward_backward(x, loss_fn=_loss)
+    assert all(i not in alive[Action(ActionKind.BACKWARD, 2, i)][2] for i in range(CHUNKS))
+    assert all(storage.expired() for storage in crossed.values()), "the step has left values behind"

@@ -15,6 +15,7 @@ from torch import nn
 
 from fxpipe import trace
 from fxpipe.errors import ArgumentError
+from fxpipe.tracing.shapes.symbolic_run import product_sizes
 
 b = sympy.Symbol("b", integer=True, positive=True)
 
@@ -220,3 +221,27 @@ def test_out_dims_override(forward, out_dims, found):
 def test_wrong_out_dims(out_dims, message):
     with pytest.raises(ArgumentError, match=message):
         traced(lambda lin, x: lin(x), out_dims=out_dims)
+
+
+ATTENTION = "ehab ehcb ehcd"
+
+
+@pytest.mark.parametrize(
+    "case", ["ab cb", "nab cb c", "hab hcb hcd", *(f"{ATTENTION} {m}" for m in ("ac", "e1ac", "ehac"))]
+)
+def test_sizes_of_products_are_those_of_torch(case: str) -> None:
+    function, args, options = _product(case)
+    assert product_sizes(function, args, options) == function(*args, **options).shape
+
+
+@pytest.mark.parametrize("case", ["b cb", "ab ca", "ehab 1hcb 1hcd", "ehab ehcb ehdd", f"{ATTENTION} fehac"])
+def test_sizes_that_torch_broadcasts_or_refuses_are_left_to_it(case: str) -> None:
+    assert product_sizes(*_product(case)) is None
+
+
+def _product(case: str) -> tuple[Any, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    sizes = {letter: size for size, letter in enumerate("abcdefhn", 3)} | {"1": 1}
+    tensors = [torch.randn([sizes[letter] for letter in shape]) for shape in case.split()]
+    if "h" not in case:
+        return F.linear, (*tensors,), {}
+    return F.scaled_dot_product_attention, (*tensors[:3],), {"attn_mask": tensors[3]} if len(tensors) > 3 else {}
