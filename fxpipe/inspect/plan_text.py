@@ -177,8 +177,9 @@ def plan_facts(plan: PlanData) -> list[str]:
         )
     last = plan.stages[-1]
     if last.loss_seconds:
-        loss = human_seconds(last.loss_seconds)
-        lines.append(f"loss {loss} of each F of stage {last.index}, beside its forward")
+        count, which = (plan.micro_batches, "the last") if plan.is_joint else (1, "each")
+        loss = human_seconds(count * last.loss_seconds)
+        lines.append(f"loss {loss} of {which} F of stage {last.index}, beside its forward")
     return list(filter(None, lines))
 
 

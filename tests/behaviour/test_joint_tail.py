@@ -561,6 +561,7 @@ def test_plans_know_the_tail():
     assert seconds[1] == pytest.approx(seconds[0], rel=0.05)  # rel: operations of a micro-batch take a launch at least
     spans = [span.seconds for span in fxpipe.simulate(plan).spans if span.action[:2] == (ActionKind.FORWARD, 1)]
     assert 8 * max(spans[:7]) < seconds[1] < spans[7]  # with the last F
+    assert f"loss {1e3 * seconds[1]:.2f} ms of the last F of stage 1" in str(plan)
     stream = fxpipe.plan(model, 2, example_args=batch, chunks=8, hardware="a100-80gb", schedule="pipedream")
     for j, count in enumerate((2, 1)):
         assert (stream.weight_versions(j), stream.in_flight(j)) == (count, 8 * count)
