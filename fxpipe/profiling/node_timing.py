@@ -331,7 +331,7 @@ class TimingRounds:
         sums = {n for n, _ in starts.values() if n.op == "get_attr" or (n not in written and self._is_summed(n, node))}
         totals = [self._total_like(t) if n in sums else None for n, t in starts.values()]
         for n, t in starts.values():
-            if n.op == "get_attr" and attribute_tensor(self.traced, n).device != t.device:
+            if n.op == "get_attr" and n not in self._of_model and attribute_tensor(self.traced, n).device != t.device:
                 self._back.parameter_bytes += 2 * bytes_in(t)  # with its gradient sum
         times = samples.backward if is_kept else []
         self._back.wait(PendingBackward(node, ends, [t for _, t in starts.values()], totals, times))
