@@ -459,8 +459,8 @@ RUNTIME = (
     ),
     Mutant(
         "tracing/record/record_model.py",
-        "                if recorder.hides_sequences:",
-        "                if False:",
+        "                elif recorder.hides_sequences:",
+        "                elif False:",
         "behaviour/test_whole.py::test_a_tuple_that_forward_reads_keeps_its_length",
     ),
     Mutant(
