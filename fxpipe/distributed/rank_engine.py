@@ -173,7 +173,7 @@ class RankEngine(Engine):
         (one,) = self._run_row(inputs, schedule, mailbox, inputs.seed).mini_batches.values()
         last, count = program.last, len(program.program.outputs)
         outputs = gathered_results(one)[0] if self.group.rank == last else []
-        more = self._from_last(inputs, [outputs[count:]])
+        more = one.take_state(self._from_last(inputs, [outputs[count:]]))
         output = program.output(outputs[:count]) if self.group.rank == last else None
         if to_all:
             output = self._on_all(output, last)
@@ -243,7 +243,7 @@ class RankEngine(Engine):
         loss, divisor = self.replicas.loss_of_union(of_last, part, "batch" if is_whole else call.reduction)
 
         exchange.sum_gradients(one)
-        more = self._from_last(inputs, [] if one.loss is None else one.loss.other_results())
+        more = one.take_state(self._from_last(inputs, [] if one.loss is None else one.loss.other_results()))
         output = None
         if one.loss is not None and call.return_outputs:
             output = one.loss.output(None if inputs.is_handed_over else outputs)
@@ -264,7 +264,10 @@ class RankEngine(Engine):
         self, inputs: RankInputs, gradients: RankGradients, reduction: str, is_last: bool, in_stream: bool = False
     ) -> ReplicaPart:
         """Exchanges messages with the other replicas about a step, or the first mini-batch of a graph in a stream."""
-        replicas = self.replicas
+        replicas, update = self.replicas, inputs.union.update
+        if replicas.count > 1 and update is not None:
+            what = f"forward changes {update.names[0]!r} once for all samples of a step"
+            raise LossError(f"{what}, and replicas of the pipe do not gather them: train with one replica")
         start = self.start_of(inputs, reduction, gradients.parameters, in_stream)
         start = start if is_last and not inputs.takes_all(reduction) else replace(start, known=None)
         part = replicas.begin(start, () if inputs.is_handed_over else inputs.bound.combinations, in_stream)
@@ -334,6 +337,7 @@ class RankEngine(Engine):
 
     def _from_last(self, inputs: RankInputs, values: Sequence[Any]) -> Any:
         is_needed = any(program.written_inputs or program.left for program in inputs.programs)
+        is_needed |= inputs.union.update is not None
         return self._on_all(list(values), inputs.union.last) if is_needed else []
 
     def _on_all(self, value: Any, source: int) -> Any:

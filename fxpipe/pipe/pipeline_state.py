@@ -275,6 +275,11 @@ class PipelineState(Programs):
 
     def check_stream_program(self, bound: BoundProgram, held: Collection[int]) -> None:
         """Raises `StateError` if a program cannot run in a stream. `held`: identities of trained parameters."""
+        if bound.update is not None:
+            raise StateError(
+                f"forward changes {bound.update.names[0]!r} once for a mini-batch, when all its samples have run; in "
+                "a stream the next mini-batches have begun by then: use chunks=1, or train with forward_backward"
+            )
         tensors = ModelTensors(self.model, bound.constants)
         for j, stage in enumerate(bound.program.stages):
             for name in stage.attributes:

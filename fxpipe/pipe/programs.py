@@ -287,6 +287,8 @@ class Programs:
         """Returns the graph of these inputs, which must fit their micro-batches, or None. Tries `first` first."""
         graphs = sorted(self.graphs, key=lambda graph: graph is not first)
         for graph in graphs:
+            if is_part and graph.bound.update is not None:
+                continue  # each of the caller's micro-batches changes state
             if inputs.fit(graph.traced, None if is_part else self._sizes, may_compare):
                 return graph
         for graph in graphs if may_compare and not is_part else ():  # not yet compared for such micro-batches
@@ -461,12 +463,12 @@ class Programs:
     def bind(self, prepared: PreparedGraph) -> BoundProgram:
         traced, devices = prepared.traced, self.settings.devices
         requires_grad = {} if traced.effects is None else traced.effects.requires_grad
+        used = {traced.handed_out[place] for one in traced.combinations for place in one.pieces}
         # Outputs from which the model itself computes values that require grad.
         used_outputs = frozenset(
             place
             for place, node in enumerate(traced.outputs)
-            if isinstance(node, fx.Node)
-            and (node in {*traced.pieces} or any(requires_grad.get(user) for user in node.users))
+            if isinstance(node, fx.Node) and (node in used or any(requires_grad.get(user) for user in node.users))
         )
         return BoundProgram(
             prepared.program,
@@ -481,6 +483,7 @@ class Programs:
             overwritten=traced.overwritten,
             told=traced.told,
             combinations=tuple(one.on(devices[-1]) for one in traced.combinations),
+            update=traced.update and traced.update.on(devices[-1]),
             known_pieces=InputValues.of_pieces(traced, devices[-1]) if traced.combinations else None,
             head=traced.head.on(devices[0]) if isinstance(traced.head, InputValues) else None,
             used_outputs=used_outputs,
@@ -546,6 +549,6 @@ def _moving_buffers(prepared: PreparedGraph) -> tuple[str, ...]:
         is_source = node.op == "placeholder" or (node.op == "get_attr" and node.target in carried)
         if is_source or (info(node).recorded_size is None and not moving.isdisjoint(node.all_input_nodes)):
             moving.add(node)
-    known = {name for stage in stages for name in (*stage.tracked_statistics, *stage.counters)}
+    known = {name for stage in stages for name in (*stage.changed_at_end, *stage.counters, *stage.repeated)}
     written = (name for stage in stages for name in stage.changed_buffers if name not in {*carried, *known})
     return (*written, *(name for name, node in carried.items() if node in moving and name not in known))

@@ -172,7 +172,7 @@ def split_into_stages(
                 tuple(n.name for n in sends),
                 tuple(draft.assigns),
                 tuple(str(n.target) for n in attributes if cut.may_change(n, stage)),
-                tuple(str(n.target) for n in attributes if str(n.target) in deferring.statistics),
+                tuple(str(n.target) for n in attributes if str(n.target) in {*deferring.statistics, *cut.updated}),
                 tuple(str(n.target) for n in attributes if str(n.target) in deferring.counters),
                 repeated.intersection(str(n.target) for n in attributes),
                 {n.name: SourceLocation(info(n).module, info(n).source) for n in (*draft.again, *draft.nodes)},
@@ -213,7 +213,9 @@ class _StageCut:
         self.traced, self.effects, self.starts, self.count = traced, effects, starts, len(starts)
         self.aliases = Aliases(effects)
         self.attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
-        self.states = {effects.alias[n] for n in self.attributes}  # alias classes of parameters and buffers
+        self.updated = () if traced.update is None else traced.update.names  # no stage writes to this state
+        # Alias classes of parameters and other buffers.
+        self.states = {effects.alias[n] for n in self.attributes if n.target not in self.updated}
         # By stage: the alias classes that it changes.
         ends = [*starts[1:], len(effects.nodes)]
         self.written_classes = [
@@ -249,7 +251,7 @@ class _StageCut:
 
     def may_change(self, attribute: fx.Node, stage: int) -> bool:
         """Returns whether the stage, or in another step an opaque call in it, may write to this parameter or buffer."""
-        if self.effects.alias[attribute] in self.written_classes[stage]:
+        if self.effects.alias[attribute] in self.written_classes[stage] or attribute.target in self.updated:
             return True
         here = set(self.nodes_of(stage))
         if not all(info(user).opaque_module is not None and user in here for user in attribute.users):

@@ -53,7 +53,7 @@ class Stage:
     """A pure function of (parameters and buffers..., received values...).
 
     It returns the values of `sends`, the new values of `assigns`, and for each deferred batch norm a tuple of
-    `BatchStatistics`. It writes to buffers in `changed_buffers` in place: pass copies, except of `tracked_statistics`.
+    `BatchStatistics`. It writes to buffers in `changed_buffers` in place: pass copies, except of `changed_at_end`.
     """
 
     run: Callable[..., tuple[Any, ...]]  # the generated GraphModule, from which `callable` is made
@@ -62,8 +62,8 @@ class Stage:
     sends: tuple[str, ...]
     assigns: tuple[str, ...]
     changed_buffers: tuple[str, ...]
-    # Subset of `changed_buffers`: running statistics, which are updated at the end of the step.
-    tracked_statistics: tuple[str, ...]
+    # Subset of `changed_buffers`: running statistics and other state that is updated at the end of the step.
+    changed_at_end: tuple[str, ...]
     # Subset of `changed_buffers` and `assigns`: counters of mini-batches, not micro-batches.
     counters: tuple[str, ...]
     # The same: state that each micro-batch of a mini-batch changes alike, from its value before the step.
@@ -85,7 +85,7 @@ class Stage:
     @property
     def changes_in_order(self) -> bool:
         """Returns True if F changes tensors of the model that F of the next micro-batch reads."""
-        return bool(self.changes.keys() - {*self.tracked_statistics, *self.counters})
+        return bool(self.changes.keys() - {*self.changed_at_end, *self.counters})
 
     def callable(self, is_split: bool) -> StageCallable:
         """Returns the callable that runs the stage. `is_split`: compute the gradients of weights in W, not in B."""

@@ -17,7 +17,7 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.rewriting.program import PIPE_INPUT, ConstantOutput, Program, ReceivedValue, Stage
 from fxpipe.runtime.wiring import Wiring
 from fxpipe.scheduling.replicas import replica_of
-from fxpipe.utils.output_combination import OutputCombination
+from fxpipe.utils.output_combination import OutputCombination, StateUpdate
 from fxpipe.utils.python_objects import NotKept
 
 
@@ -42,6 +42,7 @@ class BoundProgram:
     overwritten: tuple[str, ...] = ()  # attributes that forward sets before it reads them; a step does not keep them
     told: frozenset[int] = frozenset()  # output leaves that the user has said how to combine
     combinations: tuple[OutputCombination, ...] = ()  # for outputs combined from pieces
+    update: StateUpdate | None = None  # state that changes once for the mini-batch
     known_pieces: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> by place
     head: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> further inputs
     used_outputs: frozenset[int] = frozenset()  # outputs that the model itself uses in a value that requires grad
@@ -85,6 +86,13 @@ class BoundProgram:
         for name, value in self.program.left.items():
             results.append((value, self.left_attribute_dims[name], f"the attribute {name!r}, which forward sets,"))
         return results
+
+    @property
+    def other_results(self) -> list[tuple[Any, int | str | None, str]]:
+        """The `results` that are no outputs, then pieces of updated state."""
+        results = self.results
+        pieces = () if self.update is None else self.update.combination.pieces
+        return [*results[len(self.program.outputs) :], *(results[place] for place in pieces)]
 
     @property
     def returned_inputs(self) -> dict[int, int]:

@@ -218,6 +218,7 @@ class Engine:
         run = self._run_of(one)
         self._run_rows(run, schedule, forward_part(schedule))
         outputs, parts = gathered_results(one)
+        one.take_state([outputs[len(bound.results) :]])
         one.commit_buffers()
         one.transport.settle()
         differentiable = [
@@ -246,7 +247,7 @@ class Engine:
                     refuse: Any = functools.partial(_refuse_hook, what)
                     output.register_hook = output.retain_grad = refuse  # type: ignore[method-assign]
         count = len(bound.program.outputs)
-        self.write_back(given_inputs, [outputs[count:]])
+        self.write_back(given_inputs, [outputs[count : len(bound.results)]])
         for place, source in bound.returned_inputs.items():
             if leaves[source].device == outputs[place].device:
                 outputs[place] = leaves[source]
@@ -319,7 +320,7 @@ class Engine:
             LossVerdict([[evidence]]).check(history, m)
             if evidence.is_verified:
                 self._note_step(run, schedule)
-        results = stage.other_results()
+        results = one.take_state(stage.other_results())
         output = stage.output(outputs) if call.return_outputs else None
         self.add_gradients(one, updates)
         one.commit_buffers()
@@ -417,7 +418,7 @@ def update_stage(mini_batches: Sequence[MiniBatch], j: int, updates: OverlappedU
 
 
 def gathered_results(one: MiniBatch) -> tuple[list[Any], dict[ReceivedValue, list[BoundaryValue]]]:
-    """Returns the gathered results of a mini-batch without a loss, and their parts by value."""
+    """Returns the gathered results of a mini-batch without a loss, and new state; and the parts of results by value."""
     bound, every = one.bounds[0], range(one.micro_batches)
     n = len(bound.devices)
     parts = {link.value: [one.exchange.take(n, link, i) for i in every] for link in bound.wiring.links[-1]}
@@ -425,7 +426,8 @@ def gathered_results(one: MiniBatch) -> tuple[list[Any], dict[ReceivedValue, lis
         o.value if isinstance(o, ConstantOutput) else gather([p.value for p in parts[o]], how, one.weights, what)
         for o, how, what in bound.results
     ]
-    return outputs, parts
+    update = bound.update
+    return [*outputs, *(update.of_all(outputs) if update is not None else ())], parts
 
 
 def _refuse_hook(output: str, *_: Any) -> None:

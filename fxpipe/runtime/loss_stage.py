@@ -83,10 +83,10 @@ class LossStage:
             outputs.append(output)
         if self.keep_outputs and not self.losses.takes_all:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
-        program = bound.program
-        if program.written_inputs or program.left:
+        if bound.program.written_inputs or bound.program.left or bound.update is not None:
             values = {link.value: output for link, output in zip(links, outputs, strict=True)}
-            self.others[i] = [values[v].detach() for v in (*program.written_inputs.values(), *program.left.values())]
+            others = (values[value] for value, *_ in bound.other_results)
+            self.others[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in others]
         return outputs, trained
 
     def run(self, i: int) -> None:
@@ -206,12 +206,18 @@ class LossStage:
         return [bound.output_of(self._at_home(self.outputs.pop(i))) for i, bound in enumerate(self.bounds)]
 
     def other_results(self) -> list[list[torch.Tensor]]:
-        """Returns what forward leaves in inputs and attributes: of the mini-batch, or of each of the caller's."""
+        """Returns what forward leaves in inputs and state: of the mini-batch, or of each of the caller's."""
         rows = [self._at_home(self.others.pop(i, [])) for i in range(len(self.bounds))]
         if self.losses.is_handed_over:
             return rows
-        ways = [(how, what) for _, how, what in self.bound.results[len(self.bound.program.outputs) :]]
-        return [self._gathered(rows, ways)]
+        results, update = (
+            self._gathered(rows, [(how, what) for _, how, what in self.bound.other_results]),
+            self.bound.update,
+        )
+        if update is not None:
+            count = len(results) - len(update.combination.pieces)
+            results[count:] = update.of(results[count:])
+        return [results]
 
     def _gathered(self, rows: Sequence[Sequence[Any]], ways: Sequence[tuple[int | str | None, str]]) -> list[Any]:
         columns = zip(zip(*rows, strict=True), ways, strict=True)

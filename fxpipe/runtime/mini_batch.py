@@ -239,6 +239,19 @@ class MiniBatch:
         }
         return {name: tensor for name, tensor in named.items() if tensor.requires_grad and name not in changed}
 
+    def take_state(self, results: list[list[Any]]) -> list[list[Any]]:
+        """Takes state that changes once for the mini-batch from results, for `commit_buffers`; returns the others."""
+        update = self.bounds[0].update
+        if update is None:
+            return results
+        (values,), every = results, [one for of_stage in self.replica_totals for one in of_stage]
+        for name in reversed(update.names):
+            value = values.pop()
+            for totals in (one for one in every if name in one.buffers):
+                totals.buffers[name] = value
+                totals.assigned |= update.assigned
+        return [values]
+
     @torch.no_grad()
     def commit_buffers(self) -> None:
         for j in range(len(self.totals)):

@@ -267,7 +267,7 @@ class StageInstance:
         """Runs the stage on received values and copies of `buffers`. `is_kept`: keep the graph for B."""
         stage, function, attributes = self.stage, self.function, self._fixed
         if buffers:
-            buffers = {name: x if name in stage.tracked_statistics else x.clone() for name, x in buffers.items()}
+            buffers = {name: x if name in stage.changed_at_end else x.clone() for name, x in buffers.items()}
             attributes = [buffers.get(name, fixed) for name, fixed in zip(stage.attributes, attributes, strict=True)]
         is_split = bool(function.split_parameters)
         detached = self._detached_parameters

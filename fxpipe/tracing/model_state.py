@@ -39,6 +39,7 @@ from fxpipe.utils.pytree import map_tensor_leaves
 
 _KINDS = ("parameter", "buffer", "attribute")
 _TIED = "a tensor that requires grad, which would tie one step's graph to the next; detach it"
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of batch norm, which may be in Python
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 

@@ -118,7 +118,7 @@ def _with_remedy_for_lists(failure: Exception, leaves: Sequence[InputLeaf], requ
 
 def _graph_of_parts(request: TraceRequest) -> Traced:
     try:
-        return _graph_of_all_samples(replace(request, is_whole=False))
+        return _graph_of_all_samples(replace(request, is_whole=False, changes_once=not request.is_whole))
     except OtherMicroBatchesError as error:
         if not request.is_whole:
             return _graph_of_micro_batch(request, error)
@@ -325,6 +325,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     """
     leaves = request.leaves
     traced = replace(traced, is_whole=request.is_whole, is_for_one_size=request.is_for_one_size)
+    traced = replace(traced, changes_once=request.changes_once)
     refuse_unguardable(traced)
     why_fixed = ""  # why no dimension can be dynamic, whatever forward does
     if not request.is_compared and not is_faked():  # fake graphs are for planning only

@@ -38,7 +38,7 @@ from fxpipe.tracing.record.recorded_sizes import InputRead, LayoutRead, SizeRead
 from fxpipe.tracing.tensors import slice_samples
 from fxpipe.utils.batch_split import BatchDim, rows_per_sample, samples_along
 from fxpipe.utils.locks import cancellation_point
-from fxpipe.utils.output_combination import OutputCombination
+from fxpipe.utils.output_combination import OutputCombination, StateUpdate
 from fxpipe.utils.python_objects import equal_values
 from fxpipe.utils.python_state import PythonState
 from fxpipe.utils.pytree import is_plain_layout
@@ -123,6 +123,7 @@ class TraceRequest:
     dynamic: DynamicDims  # dimensions besides the batch whose size may vary
     is_whole: bool = False  # is the mini-batch the only micro-batch? Then nothing is split or combined.
     is_for_one_size: bool = False  # may the graph hold for the example's number of samples only?
+    changes_once: bool = True  # may state change once for the mini-batch, instead of with each micro-batch?
     may_overwrite: bool = False  # see `RecordingOptions`
 
 
@@ -182,6 +183,8 @@ class Traced:
     out_dims: tuple[int | str | None, ...] = ()
     combinations: tuple[OutputCombination, ...] = ()  # one for each output that is "combined"
     piece_dims: tuple[int | str | None, ...] = ()  # for `pieces`: dimension of rows, "sum", "mean"; None: equal
+    changes_once: bool = True  # may there be an `update`?
+    update: StateUpdate | None = None  # state that changes once for the mini-batch
     told: frozenset[int] = frozenset()  # outputs for which the user gives the combination
     tail: frozenset[fx.Node] = frozenset()  # nodes of combinations with rows, until they are removed
     shared: frozenset[fx.Node] = frozenset()  # values of inputs that samples share, until they are the head

@@ -97,6 +97,28 @@ class OutputCombination:
         return self(pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class StateUpdate:
+    """State of the model that is computed once for the mini-batch, after the forwards of all micro-batches."""
+
+    names: tuple[str, ...]
+    assigned: frozenset[str]  # names that forward sets to another tensor; it writes to the others in place
+    combination: OutputCombination  # returns the new values, in the order of `names`
+
+    def on(self, device: torch.device) -> StateUpdate:
+        return replace(self, combination=self.combination.on(device))
+
+    @torch.no_grad()
+    def of(self, pieces: Sequence[Any]) -> list[torch.Tensor]:
+        """Computes the new values from gathered pieces."""
+        pieces = [x.detach() if isinstance(x, torch.Tensor) else x for x in pieces]
+        return [value.detach() for value in self.combination(pieces)]
+
+    def of_all(self, handed_out: Sequence[Any]) -> list[torch.Tensor]:
+        """Computes the new values from the gathered values of all micro-batches."""
+        return self.of([handed_out[place] for place in self.combination.pieces])
+
+
 def needing_all(combinations: Sequence[OutputCombination]) -> OutputCombination | None:
     """Returns the first output with a gradient that is more than a sum over micro-batches: its backward needs all F."""
     return next((one for one in combinations if one.requires_grad and not one.is_affine), None)

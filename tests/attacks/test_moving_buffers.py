@@ -114,8 +114,6 @@ def test_evaluation_is_of_the_mini_batch(name, whole):
     plain = copy.deepcopy(model)
     to_evaluation(plain)
     options: dict[str, Any] = {"leaf_modules": [type(model[1])]} if whole else {}
-    if name == "used before it moves":
-        options["out_dims"] = 0  # else it is a bank of samples, and refused in training
     x = torch.randn(6, 8)
     with (
         warnings.catch_warnings(),

@@ -129,19 +129,6 @@ def test_samples_may_not_act_on_each_other_there(detaches: bool) -> None:
         fxpipe.trace(Model(forward), (torch.randn(4, 3),))
 
 
-def test_state_that_forward_reads_goes_from_one_micro_batch_to_the_next() -> None:
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        m.kept = m.kept * 0.5 + x.detach().mean(0)
-        return m.second(m.first(x)) + m.kept
-
-    model = Model(forward, kept=torch.zeros(3))
-    twin = copy.deepcopy(model)
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 3),)) as pipe:
-        x = torch.randn(4, 3)
-        torch.testing.assert_close(pipe(x), torch.cat([twin(x[:2]), twin(x[2:])]))
-        torch.testing.assert_close(model.kept, twin.kept)
-
-
 def test_a_failed_step_sets_nothing() -> None:
     model = Model(_attention)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 3),)) as pipe:

@@ -88,7 +88,7 @@ RIGHT = {
 
 @pytest.fixture
 def accumulates(monkeypatch):
-    """Two of these models have memory banks, which are taken as in gradient accumulation instead of refused."""
+    """One of these models has a memory bank, which is taken as in gradient accumulation instead of refused."""
     monkeypatch.setattr("fxpipe.tracing.strategies.refuse_remembered_samples", lambda traced: None)
 
 

@@ -52,6 +52,7 @@ from fxpipe.utils.output_combination import (
     CombinationCall,
     CombinationRef,
     OutputCombination,
+    StateUpdate,
     cross_entropy_divisor,
     element_count,
     map_nested,
@@ -122,19 +123,31 @@ class ReductionWalk:
     Args:
         dependent: the nodes that depend on batched inputs.
         joins: the observed joins of each node; None: a value with one dimension of samples is taken as rows.
+        updated: names of state that changes once for the mini-batch: micro-batches only read its old value.
     """
 
-    def __init__(self, traced: Traced, dependent: set[fx.Node], joins: Mapping[fx.Node, Joins] | None = None):
-        self.traced, self.batch_dependent, self.joins = traced, dependent, joins
+    def __init__(
+        self,
+        traced: Traced,
+        dependent: set[fx.Node],
+        joins: Mapping[fx.Node, Joins] | None = None,
+        updated: Collection[str] = (),
+    ):
+        self.traced, self.batch_dependent, self.joins, self.updated = traced, dependent, joins, updated
         self.order = {node: place for place, node in enumerate(traced.graph.nodes)}
         self.changed = frozenset[int]().union(*(info(node).written_storages for node in traced.graph.nodes))
         held = [n for n in self.order if n.op in ("get_attr", "placeholder")]
         self.state = frozenset[int]().union(*(info(n).storages for n in held))  # memory of the model and of inputs
         self.of_samples = set[fx.Node]()  # nodes that depend on more than the number of samples
+        written = set[int]()  # storages
         for node in traced.graph.nodes:
-            sources = (n for n in node.all_input_nodes if info(n).number is None)
-            if node in dependent and (node.op not in CALL_OPS or not dependent.isdisjoint(sources)):
+            sources = [n for n in node.all_input_nodes if info(n).number is None]
+            is_of = any(n in self.of_samples or not written.isdisjoint(info(n).storages) for n in sources)
+            if node in dependent and (node.op not in CALL_OPS or is_of):
                 self.of_samples.add(node)
+                written |= info(node).written_storages
+        self.updated_memory = frozenset[int]().union(*(info(n).storages for n in held if n.target in updated))
+        self.after_update = self._nodes_after_update()
         self._counted: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # mean -> its total and count
         self._copies: dict[fx.Node, fx.Node] = {}
         self._size: fx.Node | None = None  # the number of samples, read from an input
@@ -149,18 +162,58 @@ class ReductionWalk:
         pieces = reduced.pieces
         if len(pieces) == 1 and not reduced.calls:
             return pieces[0].how
-        terms = reduced.terms(piece.terms for piece in pieces)
+        is_after = output in self.after_update
+        terms = reduced.terms(piece.terms for piece in pieces) if not is_after else None
         if terms is not None and terms <= CONSTANT_TERMS | MEAN_TERMS:
             return "mean"
         if terms == SUM_TERMS:
             return "sum"
+        where = f"output {place} ({output.name}, made at {info(output).source or 'the input'})"
+        return self._combination(place, where, is_after)
+
+    def update(self) -> StateUpdate:
+        """Computes the updated state from pieces. Raises `UnknownReductionError`."""
+        assigned = {name: node for name, node in self.traced.assigned.items() if name in self.updated}
+        writers = [n for n in self.order if not self.updated_memory.isdisjoint(info(n).written_storages)]
+        held = {str(n.target): n for n in self.order if n.op == "get_attr" and n.target in self.updated}
+        self._reduce([*held.values(), *assigned.values(), *writers], len(self.order), is_update=True)
+        refs = tuple(CombinationRef(self.reduced.values[assigned.get(name, held[name])]) for name in self.updated)
+        self.reduced.calls.append(CombinationCall(tuple, (refs,), {}, self.traced.state))
+        if unused := [n for n in self.after_update - self.tail if runs_python(n)]:
+            raise _unknown_reduction(unused[0], "which is Python that may read changed state")
+        self.tail |= self.after_update
+        combination = self._combination(-1, f"what forward leaves in {' and '.join(self.updated)}", is_after=True)
+        return StateUpdate(tuple(self.updated), frozenset(assigned), combination)
+
+    def _nodes_after_update(self) -> set[fx.Node]:
+        """Returns the nodes that compute updated state from its old value and samples, and all that depend on them."""
+        new = set[fx.Node]()
+        for held in (n for n in self.order if n.op == "get_attr" and n.target in self.updated):
+            ends = {n for n in self.order if not info(held).storages.isdisjoint(info(n).written_storages)}
+            ends |= {n for name, n in self.traced.assigned.items() if name == held.target}
+            for node in set[fx.Node]().union(*map(dependencies_of, ends)) & self.of_samples:
+                has_batch = any(size.free_symbols for shape in info(node).shapes for size in shape.shape)
+                if not has_batch and held in dependencies_of(node):
+                    new.add(node)  # the new value, before it is detached or written
+            new |= ends
+        after, written = set[fx.Node](), set[int]()
+        for node in self.traced.nodes if new else ():
+            sources = [n for n in node.all_input_nodes if info(n).number is None or info(n).is_data_dependent]
+            if node in new or any(n in after or not written.isdisjoint(info(n).storages) for n in sources):
+                after.add(node)
+                written |= info(node).written_storages
+        return after
+
+    def _combination(self, place: int, where: str, is_after: bool) -> OutputCombination:
+        reduced, pieces = self.reduced, self.reduced.pieces
         # A piece that depends on inputs only is known for the mini-batch before a step.
         known = [p.how is not None and all(map(self.is_of_inputs, dependencies_of(p.node))) for p in pieces]
         varying = [CONSTANT_TERMS if is_known else p.terms for p, is_known in zip(pieces, known, strict=True)]
         nodes = []
         for piece in pieces:
             node = piece.node
-            if not self.changed.isdisjoint(info(node).storages) and info(node).number is None:
+            is_changed = not (self.changed - self.updated_memory).isdisjoint(info(node).storages)
+            if is_changed and info(node).number is None:
                 if node not in self._copies:  # a later node changes the value
                     self._copies[node] = self._add_after(node, torch.clone, (node,), info(node).shapes[0].dtype)
                 node = self._copies[node]
@@ -173,8 +226,8 @@ class ReductionWalk:
             tuple(piece.how for piece in pieces),
             tuple(reduced.calls),
             tuple(known),
-            reduced.terms(varying) is not None and not any(isinstance(piece.how, int) for piece in pieces),
-            f"output {place} ({output.name}, made at {info(output).source or 'the input'})",
+            not is_after and reduced.terms(varying) is not None and not any(isinstance(p.how, int) for p in pieces),
+            where,
         )
 
     def finish(self) -> tuple[int | str | None, ...]:
@@ -182,33 +235,45 @@ class ReductionWalk:
         output = self.traced.graph.output_node()
         pieces = (tuple(self.handed_out),) if self.handed_out else ()
         output.args = ((*output.args[0][:2], *pieces),)  # type: ignore[index, misc]
+        self.erase_unused()
+        return tuple(self.handed_out.values())
+
+    def erase_unused(self) -> None:
+        """Erases added nodes that nothing uses."""
         for node in reversed(self.added):
             if not node.users:
                 self.traced.graph.erase_node(node)
-        return tuple(self.handed_out.values())
 
     def _reduced(self, output: fx.Node) -> ReducedOutput:
         """Walks back from an output to its pieces; the nodes after the pieces are the tail."""
-        self.reduced, tail = ReducedOutput(), set[fx.Node]()
         later = [*self.order][self.order[output] + 1 :]
         if any(not info(output).storages.isdisjoint(info(n).written_storages) for n in later):
             raise _unknown_reduction(output, "which is changed in place before it is returned")
-        todo = [output]
+        self._reduce([output], self.order[output])
+        return self.reduced
+
+    def _reduce(self, todo: list[fx.Node], end: int, is_update: bool = False) -> None:
+        """Walks back from nodes, and from all that changes their values before the place `end`."""
+        self.reduced, tail = ReducedOutput(), set[fx.Node]()
         while todo:
             node = todo.pop()
             if node not in tail and node not in self.reduced.values and not self._is_piece(node):
                 todo += self._sources_in_tail(node, tail)
-            for writer in self._writers([*tail, *self.reduced.values], output, tail) if not todo else ():
+            for writer in self._writers([*tail, *self.reduced.values], end, tail) if not todo else ():
                 if writer in self.reduced.values:
                     raise _unknown_reduction(writer, "which is changed in place, and used as another view")
                 todo += self._sources_in_tail(writer, tail)
+        if is_update and (random := [node for node in tail if info(node).is_random]):
+            raise _unknown_reduction(random[0], "which draws random numbers")  # the loss may use them, too
         self._refuse_tail(tail)
         self._add_calls(tail)
-        return self.reduced
 
     def _is_piece(self, node: fx.Node) -> bool:
         """Adds the pieces of a value that micro-batches compute; returns False if the tail computes it."""
         number = info(node).number
+        is_view = node.op in CALL_OPS and not self.updated_memory.isdisjoint(info(node).storages)
+        if node in self.after_update or is_view:
+            return False
         if node not in self.batch_dependent:
             self._piece(node, None, CONSTANT_TERMS)
         elif number is not None:
@@ -230,6 +295,8 @@ class ReductionWalk:
             raise _unknown_reduction(node, "which draws random numbers")
         if info(node).is_hook:
             raise _unknown_reduction(node, "which is a forward hook")
+        if self.updated and (call := info(node).opaque) is not None and call.calls_before is not None:
+            raise _unknown_reduction(node, "which is a part of forward as Python")  # parts share local variables
         if self._writes_to_state(node):
             raise _unknown_reduction(node, "which changes the model's state or an input")
         tail.add(node)
@@ -238,7 +305,9 @@ class ReductionWalk:
     def _refuse_tail(self, tail: set[fx.Node]) -> None:
         """Raises if a tail reads state that forward changes, is read by forward, or is a large part of the model."""
         is_joint = any(isinstance(piece.how, int) for piece in self.reduced.pieces)
-        held = [n for n in self.order if n.op == "get_attr"]
+        is_after = not tail.isdisjoint(self.after_update)
+        frozen = dict(self.traced.model.named_parameters())  # a teacher, which each micro-batch changes alike
+        held = [n for n in self.order if n.op == "get_attr" and n.target not in {*self.updated, *frozen}]
         changed = {n for n in held if not self.changed.isdisjoint(info(n).storages) or n.target in self.traced.assigned}
         taken = 0.0
         for piece in self.reduced.pieces if tail else ():
@@ -260,16 +329,16 @@ class ReductionWalk:
         first = min(tail, key=self.order.__getitem__, default=None)
         if first is not None and share >= MAX_TAIL_SHARE:
             raise _unknown_reduction(first, f"after which {share:.0%} of the parameters are used")
-        if is_joint:
-            kept = {*self.traced.assigned.values()}
+        if is_joint or is_after:
+            kept = {node for name, node in self.traced.assigned.items() if name not in self.updated}
             kept |= {n for n in self.order if info(n).read or self._writes_to_state(n)}
             for node in kept:
-                if not tail.isdisjoint(dependencies_of(node)):
+                if not (tail | self.after_update).isdisjoint(dependencies_of(node)):
                     raise _unknown_reduction(node, "which forward reads or keeps")
             self.tail |= tail
 
     def _writes_to_state(self, node: fx.Node) -> bool:
-        return not self.state.isdisjoint(info(node).written_storages)
+        return not (self.state - self.updated_memory).isdisjoint(info(node).written_storages)
 
     def _add_calls(self, tail: set[fx.Node]) -> None:
         """Adds the tail as calls, in the order of the graph. The calls write to copies of pieces."""
@@ -297,13 +366,13 @@ class ReductionWalk:
             args, kwargs = map_nested((tuple(node.args), dict(node.kwargs)), put)
             self._call(node, function, args, kwargs, is_shared=not written)
 
-    def _writers(self, held: list[fx.Node], output: fx.Node, tail: set[fx.Node]) -> list[fx.Node]:
+    def _writers(self, held: list[fx.Node], end: int, tail: set[fx.Node]) -> list[fx.Node]:
         """Returns the nodes that change memory of the tail or of pieces after these were computed."""
         memory = frozenset[int]().union(*(info(n).storages for n in held))
         return [
             node
             for node, place in self.order.items()
-            if place < self.order[output] and node not in tail and not memory.isdisjoint(info(node).written_storages)
+            if place < end and node not in tail and not memory.isdisjoint(info(node).written_storages)
             if any(self.order.get(n, place) < place for n in held if info(n).storages & info(node).written_storages)
         ]
 

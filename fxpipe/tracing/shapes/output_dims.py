@@ -19,6 +19,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.guards import input_program
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
+from fxpipe.tracing.model_state import STATISTICS
 from fxpipe.tracing.node_info import NodeInfo, dependencies_of, info, set_info, value_read_of
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.batch_reductions import Joins, ReductionWalk, UnknownReductionError
@@ -58,8 +59,21 @@ def with_out_dims(traced: Traced, out_dims: Any, joins: Mapping[fx.Node, Joins] 
             raise ArgumentError(
                 f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves: {error}"
             ) from error
-    dependent = batch_dependent_nodes(traced)
-    walk = ReductionWalk(traced, dependent, joins)
+    needed, every = updated_state(traced) if out_dims is None and traced.changes_once else ((), ())
+    failure: Exception | None = None
+    for names in dict.fromkeys((every, needed, ()) if needed else ((), every)):
+        walk = ReductionWalk(traced, batch_dependent_nodes(traced), joins, names)
+        try:
+            return _combined(traced, walk, asked, is_for_rest)
+        except (ArgumentError, UnknownReductionError) as error:
+            walk.erase_unused()
+            failure = failure if names else error
+    assert failure is not None
+    raise failure
+
+
+def _combined(traced: Traced, walk: ReductionWalk, asked: Any, is_for_rest: bool) -> Traced:
+    dependent = walk.batch_dependent
     hows: list[int | str | None] = []
     combinations: list[OutputCombination] = []
     for place, output in enumerate(traced.outputs):
@@ -76,7 +90,7 @@ def with_out_dims(traced: Traced, out_dims: Any, joins: Mapping[fx.Node, Joins] 
                     f"dimension, None, {', '.join(map(repr, OUT_DIM_REDUCTIONS))}"
                 )
             hows.append(dim % len(shape) if is_dim else dim)
-        elif output not in dependent:
+        elif output not in dependent | walk.after_update and walk.updated_memory.isdisjoint(info(output).storages):
             hows.append(None)
         else:
             how = _out_dim(traced, output, place, walk)
@@ -84,14 +98,35 @@ def with_out_dims(traced: Traced, out_dims: Any, joins: Mapping[fx.Node, Joins] 
                 combinations.append(how)
                 how = "combined"
             hows.append(how)
+    update = walk.update() if walk.updated else None
     return replace(
         traced,
         out_dims=tuple(hows),
         combinations=tuple(combinations),
         piece_dims=walk.finish(),
+        update=update,
         told=frozenset(place for place, dim in enumerate(asked or ()) if dim is not UNNAMED),
         tail=frozenset(walk.tail),
     )
+
+
+def updated_state(traced: Traced) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the state that forward changes by samples and of which outputs are made (a queue); then all of it."""
+    dependent, parameters = batch_dependent_nodes(traced), dict(traced.model.named_parameters())
+    held = {str(n.target): n for n in traced.graph.nodes if n.op == "get_attr"}
+    writers = dict[str, list[fx.Node]]()
+    for name, node in held.items():
+        own = [n for n in traced.graph.nodes if not info(n).written_storages.isdisjoint(info(node).storages)]
+        own += [traced.assigned[name]] if name in traced.assigned else []
+        is_other = name in parameters or name in traced.tied or name.rpartition(".")[2] in STATISTICS
+        if not (is_other or dependent.isdisjoint(own) or any(n.op == "get_attr" for n in own)):
+            writers[name] = own
+    used = set[fx.Node]().union(*(dependencies_of(n) for n in traced.outputs if isinstance(n, fx.Node)))
+    needed = list[str]()
+    while more := [name for name in writers if name not in needed and held[name] in used]:
+        needed += more
+        used.update(*(dependencies_of(n) for name in more for n in writers[name]))
+    return tuple(needed), tuple(writers)
 
 
 def read_by_python_only(traced: Traced) -> frozenset[int]:
@@ -166,7 +201,8 @@ def uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
 
 
 def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -> int | str | OutputCombination | None:
-    if walk.joins is None and (dim := _batch_dim(traced, output)) is not None:
+    dim = _batch_dim(traced, output) if output not in walk.after_update else None
+    if dim is not None and (walk.joins is None or dim in walk.joins.get(output, ())):
         return dim
     shapes = info(output).shapes
     number = info(output).number
@@ -270,16 +306,18 @@ def shared_values(traced: Traced) -> frozenset[fx.Node]:
 
 def graph_of_stages(traced: Traced) -> Traced:
     """Returns the graph without nodes that run once for the mini-batch; values that samples share become inputs."""
-    joint = {one.output for one in traced.combinations if one.is_joint}
-    output = traced.graph.output_node()
+    joint = {one.output for one in traced.combinations if traced.outputs[one.output] in traced.tail}
+    output, updated = traced.graph.output_node(), () if traced.update is None else traced.update.names
     outputs = tuple(None if place in joint else leaf for place, leaf in enumerate(traced.outputs))
+    assigned = {name: node for name, node in traced.assigned.items() if name not in updated}
     kept = [n for n in traced.graph.nodes if n not in traced.tail]
     memory = frozenset[int]().union(*(info(n).storages for n in kept))
+    memory -= frozenset[int]().union(*(info(n).storages for n in kept if n.op == "get_attr" and n.target in updated))
     requires_grad = {} if traced.effects is None else traced.effects.requires_grad
     combinations = tuple(
         replace(one, requires_grad=requires_grad.get(traced.outputs[one.output], True)) for one in traced.combinations
     )
-    output.args = ((outputs, *output.args[0][1:]),)  # type: ignore[index,misc]
+    output.args = ((outputs, assigned, *output.args[0][2:]),)  # type: ignore[index,misc]
     for node in reversed(traced.nodes):
         if node in traced.tail and not node.users and memory.isdisjoint(info(node).written_storages):
             traced.graph.erase_node(node)

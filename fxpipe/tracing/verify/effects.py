@@ -30,7 +30,7 @@ from fxpipe.errors import ArgumentError, InternalError
 from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, copy_as_leaf, run_node, run_nodes, writable_copy
-from fxpipe.tracing.model_state import equal_tensors, slots_of
+from fxpipe.tracing.model_state import STATISTICS, equal_tensors, slots_of
 from fxpipe.tracing.node_info import dependencies_of, info, named_arguments
 from fxpipe.tracing.record.unrecordable import CHANGED_STATE, CannotRecord
 from fxpipe.tracing.tensors import detached, storage_of, tensors_in
@@ -155,8 +155,10 @@ def observe_run(traced: Traced, sample: Sequence[Any], saves: bool = False) -> G
     outputs = [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
     handed_out, computed = [*outputs, *map(values.__getitem__, traced.pieces)], dict[str, Any]()
     for one in traced.combinations:
-        if one.is_joint and outputs[one.output] is None:  # the graph has no tail any more
+        if outputs[one.output] is None:  # the graph has no tail any more
             outputs[one.output] = one.of(handed_out, computed)
+    if traced.update is not None and not traced.tail:
+        after |= dict(zip(traced.update.names, traced.update.of_all(handed_out), strict=True))
     return GraphRun(
         outputs if saves else list(map(detached, outputs)),
         after,
@@ -280,7 +282,7 @@ def refuse_remembered_samples(traced: Traced) -> None:
     frozen = {name for name, parameter in traced.model.named_parameters() if not parameter.requires_grad}
     for attribute, writers in _writers_of_state(traced).items():
         name, is_read = str(attribute.target), any(user not in writers for user in attribute.users)
-        is_other = name in repeated or name.rpartition(".")[2] in _STATISTICS
+        is_other = name in repeated or name.rpartition(".")[2] in STATISTICS
         for node in writers if not is_other and attribute_tensor(traced, attribute).numel() > 1 else ():
             python = info(node).opaque
             may_be_bank = is_read if python is None else CHANGED_STATE in python.why
@@ -289,8 +291,10 @@ def refuse_remembered_samples(traced: Traced) -> None:
             if name in frozen or (may_be_bank and holds_samples):
                 raise ArgumentError(
                     f"forward changes {name!r} at {info(node).source} and reads it, so a micro-batch would find there "
-                    "what the micro-batches before have left, unlike samples of the mini-batch; keep the mini-batch "
-                    "whole (chunks=1), or pass micro-batches of your own as in gradient accumulation "
+                    "what the micro-batches before have left, unlike samples of the mini-batch, and it cannot change "
+                    "once for the mini-batch (layers after the change read it, it draws random numbers, or it is in "
+                    "lines that run as Python: put these into a method); keep the mini-batch whole (chunks=1), to "
+                    "which you can also pass micro-batches as in gradient accumulation "
                     "(forward_backward(micro_batches=...)); or give out_dims if the model is meant for micro-batches"
                 )
 
@@ -308,11 +312,6 @@ def _writers_of_state(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
     return {n: own for n, own in writers.items() if own}
 
 
-_STATISTICS = (
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
-)  # buffers of batch norm, which may run inside Python
 _VIEWS = frozenset("getitem narrow index_select t transpose detach clone".split())
 
 

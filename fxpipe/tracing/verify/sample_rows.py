@@ -185,8 +185,10 @@ def _claims(traced: Traced) -> Iterator[tuple[str, fx.Node, int | str]]:
             left = place - len(traced.results) + len(names)
             name = f"what forward sets {names[left]!r} to" if left >= 0 else "what forward writes to an input"
         elif place >= first:
-            node_of = traced.outputs[places[place]]
-            name = f"output {output} ({node_of.name}), of which a part"
+            if place in places:
+                name = f"output {output} ({traced.outputs[places[place]].name}), of which a part"
+            elif traced.update is not None:
+                name = f"{traced.update.combination.where}, of which a part"
         yield name, node, how
 
 
