@@ -196,7 +196,7 @@ class _SizeRuns:
     _once: bool = False  # one node of each kind runs
 
     def run(self) -> dict[SizePoint, StorageObservations]:
-        """Runs for the micro-batch, for two other numbers of samples, and for a third if these are on no line."""
+        """Runs for the micro-batch, and for one to three other numbers of samples, until all counts have a formula."""
         samples, runs = self.samples, self.runs
         values = (*tensors_in(self.leaves), *slots_of(self.traced.model).values())
         reads = any(map(runs_python, self.effects.nodes))
@@ -205,7 +205,7 @@ class _SizeRuns:
         # With few samples also twice their number: small tensors may all fit into one page of memory of a library.
         twice = [2 * samples] if 1 < samples <= 4 else []
         for size in dict.fromkeys([2, *twice, *range(3, MAX_TRIED_SAMPLES + 1)]):
-            if len(runs) == 4 or (len(runs) == 3 and _degree_along(runs) is not None):
+            if len(runs) == 4 or (len(runs) > 1 and _degree_along(runs) is not None):
                 break
             if self.traced.holds_at(size, self.lengths):
                 self._run_also(size, self.lengths)
@@ -260,7 +260,10 @@ class _SizeRuns:
 
 
 def _degree_along(runs: Mapping[SizePoint, StorageObservations]) -> int | None:
-    """Returns the highest degree of all counts along the one size that differs; None if some are on no polynomial."""
+    """Returns the highest degree of all counts along the one size that differs; None if some are on no polynomial.
+
+    Two counts tell only if they are equal, or as the sizes.
+    """
     points = [tuple(point.values.values()) for point in runs]
     (place, *_) = [*(k for k, of in enumerate(zip(*points, strict=True)) if len({*of}) > 1), 0]
     first, *others = runs.values()
@@ -271,7 +274,10 @@ def _degree_along(runs: Mapping[SizePoint, StorageObservations]) -> int | None:
     degree = 0
     for numbers in counts:
         fitted = polynomial_through([(point[place], n) for point, n in zip(points, numbers, strict=True)])
-        if fitted is None:
+        is_plain = (
+            len({*numbers}) == 1 or len({n / point[place] for point, n in zip(points, numbers, strict=True)}) == 1
+        )
+        if fitted is None or (len(points) == 2 and not is_plain):
             return None
         degree = max(degree, *(power for monomial, _ in fitted.terms for _, power in monomial), 0)
     return degree
