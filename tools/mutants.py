@@ -506,6 +506,12 @@ RUNTIME = (
         "behaviour/test_unequal_outputs.py::test_an_example_without_selected_rows_shows_nothing",
     ),
     Mutant(
+        "tracing/record/joined_pieces.py",
+        "is_all = [*split.users] == [chain[0] for chain in chains]",
+        "is_all = True",
+        "behaviour/test_unequal_outputs.py::test_selected_rows_that_act_on_each_other_are_refused",
+    ),
+    Mutant(
         "pipe/programs.py",
         "(of_lists and len({*samples}) > 1)",
         "False",

@@ -27,7 +27,7 @@ from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, methods_to_keep
 from fxpipe.tracing.record.other_sizes import read_untracked_sizes, record_small_batch, record_with_batch_numbers
 from fxpipe.tracing.record.record_model import input_leaves, record
-from fxpipe.tracing.record.recorded_sizes import Disguise
+from fxpipe.tracing.record.recorded_sizes import Disguise, length
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.output_dims import graph_of_stages, of_any_sizes, read_by_python_only
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
@@ -84,7 +84,8 @@ def find_graph(request: TraceRequest) -> Traced:
         failure, is_final = error, isinstance(error, CannotRecord) and error.is_final
         if is_final or request.is_whole or not request.is_compared:
             raise
-        as_asked = [request.in_dims or 0] if request.in_dims is not None or isinstance(error, TraceError) else []
+        may_loop = isinstance(error, TraceError) or _may_loop_over_samples(request)
+        as_asked = [request.in_dims or 0] if request.in_dims is not None or may_loop else []
     leaves = input_leaves(request.model, request.args, request.kwargs)[0]
     others = other_in_dims(leaves) if request.in_dims is None else []
     tries = [(in_dims, True) for in_dims in (*others, *as_asked) if request.chunks > 1]
@@ -99,6 +100,12 @@ def find_graph(request: TraceRequest) -> Traced:
         assert failure is not None
         raise _with_remedy_for_lists(failure, leaves, request) from failure.__cause__
     return first
+
+
+def _may_loop_over_samples(request: TraceRequest) -> bool:
+    with contextlib.suppress(Exception):
+        return any(read.function is length for read in record(request.model, request.args, request.kwargs).size_reads)
+    return False
 
 
 def _with_remedy_for_lists(failure: Exception, leaves: Sequence[InputLeaf], request: TraceRequest) -> Exception:

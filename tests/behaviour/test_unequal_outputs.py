@@ -157,10 +157,34 @@ def test_rows_that_a_mask_selects_are_rows_of_samples(chunks: int) -> None:
     assert_same_rows(Pictures(), chunks, (2, 3, 1, 4, 0, 2), (0, 0, 0, 4, 2, 1), (3, 1, 2), (1, 1, 1, 4, 4, 4, 4))
 
 
-@pytest.mark.parametrize("change", [Tensor.softmax, Tensor.flip, lambda rows, _: rows / rows.shape[0]])
-def test_selected_rows_that_act_on_each_other_are_refused(change: Any) -> None:
+class Pieces(Pictures):
+    """Splits the rows by their numbers, concatenates them again, and returns them sample by sample."""
+
+    def forward(self, text: torch.Tensor, pictures: torch.Tensor) -> Any:
+        rows, places = pictures.flatten(0, 1), (text[..., :1] > 0).expand_as(text)
+        is_real = (rows != 0).any(-1)
+        is_real[0] |= ~torch.any(is_real)
+        pieces = self.encode(rows[is_real]).split(is_real.view(text.shape[0], -1).sum(1).tolist())
+        return self.last(self.embed(text).masked_scatter(places, torch.cat(self.change(pieces)))), *pieces
+
+
+@pytest.mark.parametrize("change", [list, lambda pieces: [p.reshape(-1, p.shape[-1]).to(p.dtype) for p in pieces]])
+def test_pieces_of_samples_that_are_concatenated_again_are_rows_of_samples(change: Any) -> None:
+    assert_same_rows(Pieces(change), 2, (2, 3, 1, 4, 0, 2), (0, 0, 0, 4, 2, 1), (3, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *((Pictures, change) for change in (Tensor.softmax, Tensor.flip, lambda rows, _: rows / rows.shape[0])),
+        (Pieces, lambda pieces, _: pieces[::-1]),
+        (Pieces, lambda pieces, _: [p.flip(0) for p in pieces]),
+        (Pieces, lambda pieces, _: [pieces[0].float().double(), *pieces[1:]]),
+    ],
+)
+def test_selected_rows_that_act_on_each_other_are_refused(kind: Any, change: Any) -> None:
     with pytest.raises(ArgumentError, match="samples act on each other"):
-        assert_same_rows(Pictures(lambda rows: change(rows, 0)), 2)
+        assert_same_rows(kind(lambda rows: change(rows, 0)), 2)
 
 
 @pytest.mark.parametrize("planned", [(0, 0, 0, 0), (0, 0, 1, 0)])

@@ -145,6 +145,28 @@ def _qwen_vl(name: str) -> Callable[[], tuple[nn.Module, Call]]:
 for _name in _QWEN_VL:
     _library("pictures in texts", _name.lower(), _qwen_vl(_name))
 
+
+def _padded_pictures(name: str, text: str, **settings: Any) -> None:
+    """The second sample has one picture and padding, so that the numbers of pictures differ."""
+
+    def make() -> tuple[nn.Module, Call]:
+        import transformers
+
+        towers = {"text_config": _MULTIMODAL_TEXT | {"model_type": text}, "vision_config": _VISION}
+        config = getattr(transformers, f"{name}Config")(**towers, image_token_id=_PICTURE, use_cache=False, **settings)
+        ids, pictures = torch.randint(10, TOKENS, (BATCH, 12)), vectors(2, 3, 32, 32)
+        ids[:, :8], ids[1, 4:8], pictures[1, 1] = _PICTURE, 9, 0  # 4 tokens for a picture
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+        return model, call(input_ids=ids, labels=ids.clone(), pixel_values=pictures)
+
+    _library("pictures in texts", name.lower(), make)
+
+
+_HEADS_OF_LATENTS = {"resampler_n_heads": 2, "resampler_head_dim": 8, "num_key_value_heads": 1, "hidden_size": 16}
+_padded_pictures("SmolVLM", "llama", scale_factor=2)
+_padded_pictures("Idefics3", "llama", scale_factor=2)
+_padded_pictures("Idefics2", "mistral", perceiver_config=_HEADS_OF_LATENTS | {"resampler_n_latents": 4})
+
 # -- diffusion transformers: tables beside inputs that are cut -------------------------------------------------------
 
 _HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}

@@ -26,6 +26,7 @@ from fxpipe.tracing.interpreter import copy_as_leaf, copy_of_input
 from fxpipe.tracing.model_state import Snapshot, preserve_state, requires_grad_flags, tensor_guards_of
 from fxpipe.tracing.node_info import dependencies_of, info, update_info
 from fxpipe.tracing.print_calls import end_first_run
+from fxpipe.tracing.record.joined_pieces import join_pieces
 from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.opaque_call import UNREAD_SEQUENCE, methods_to_keep
 from fxpipe.tracing.record.patches import compile_mode, patch_for_recording
@@ -246,6 +247,7 @@ def _record_once(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
         ended_modules=tuple(recorder.ended_modules),
         overwritten=overwritten,
     )
+    join_pieces(traced)
     erase_unused_nodes(traced, ("size", operator.getitem), recorder.repeated)  # sizes may still depend on values
     return replace(traced, signature=signature_of(traced.graph))
 

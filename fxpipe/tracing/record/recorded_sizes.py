@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.functions import TEXT_METHODS
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.node_info import update_info
 from fxpipe.tracing.tensors import storage_of
@@ -99,7 +100,7 @@ def length(tensor: torch.Tensor, dim: int) -> int:
 
 # No model of the zoo: `x.shape[0].bit_length()` needs it (behaviour/test_micro_batch_sizes.py).
 def plain_number(size: int) -> int:
-    """Returns a number that is used untracked: the bits of a size, its text, a value in a closure."""
+    """Returns a number that is used untracked: the bits of a size, a value in a closure."""
     return size
 
 
@@ -117,7 +118,7 @@ PIECES: dict[Callable[..., Any], Callable[[Any, Any], Any]] = {
     split_pieces: lambda whole, size: -(-whole // size),
     chunk_pieces: lambda whole, chunks: -(-whole // -(-whole // chunks)),
 }
-NOT_FOLLOWED = (length, plain_number, *PIECES)
+NOT_FOLLOWED = (length, plain_number, str, *PIECES)
 
 
 class _RecordedNumber:
@@ -319,7 +320,7 @@ def _not_followed(kind: type, name: str) -> Callable[..., Any]:
     plain = getattr(kind, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.recorder.read_plain(self)
+        self.recorder.read(str if name in TEXT_METHODS else plain_number, (self,), self.value)
         return plain(self.shown, *args, **kwargs)
 
     return method

@@ -44,6 +44,7 @@ from fxpipe.tracing.record.unrecordable import (
     TENSOR_HOOKS,
     CannotRecord,
     calls_before_effects,
+    is_of_inputs_alone,
     refusal_of_call,
     written_arguments,
 )
@@ -424,6 +425,8 @@ class Recorder(TorchFunctionMode):
         if name == "__len__":
             self.sizes.read_length(args[0], 0)
             return self._plainly(func, args, kwargs)
+        if (name == "__ior__" and self._adds_nothing(args[1])) or (name == "__setitem__" and self._is_own_item(*args)):
+            return args[0]
         self._refuse_unrecordable(func, name, args, kwargs)
         if func in self.replacements:
             return self.replacements[func](*args, **kwargs)
@@ -577,6 +580,20 @@ class Recorder(TorchFunctionMode):
         else:
             node = self._call(func, name, args, kwargs)
         update_info(node, read=ValueRead(value, name.strip("_"), is_check=isinstance(value, bool) and is_check()))
+
+    def _adds_nothing(self, flag: Any) -> bool:
+        """Returns whether `mask |= flag` changes nothing: it then reads that a flag of inputs alone is false."""
+        is_flag = isinstance(flag, torch.Tensor) and flag.dtype == torch.bool and flag.numel() == 1
+        is_known = is_flag and not is_faked() and self.knows(flag) and is_of_inputs_alone(self.node_of(flag))
+        if not is_known or self.run(bool, (flag,), {})[0]:
+            return False
+        self.__torch_function__(torch.Tensor.__bool__, (), (flag,))
+        return True
+
+    def _is_own_item(self, target: torch.Tensor, index: Any, value: Any) -> bool:
+        """Returns whether a value is the item that it is written to: the second half of `mask[0] |= flag`."""
+        node = self.registry.node(value) if isinstance(value, torch.Tensor) and type(index) is int else None
+        return node is not None and node.target == "__getitem__" and node.args == self.node_argument((target, index))
 
     def _attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         attribute = func.__self__.__name__

@@ -18,7 +18,7 @@ from fxpipe._torch.functions import opname, overload_writes
 from fxpipe._torch.module_internals import global_hooks
 from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import TraceError
-from fxpipe.tracing.node_info import info
+from fxpipe.tracing.node_info import dependencies_of, info
 from fxpipe.utils.python_objects import class_of_model
 
 
@@ -71,6 +71,13 @@ def calls_before_effects(graph: fx.Graph, path: str, calls: int) -> int:
         if known.module == path and (known.is_random or known.written_storages or (known.is_guarded_read and is_of)):
             calls = min(calls, known.recorded_at.calls)
     return calls
+
+
+def is_of_inputs_alone(node: fx.Node) -> bool:
+    """Returns whether a step can compute the value before it runs: of inputs that nothing has written to so far."""
+    changed = frozenset[int]().union(*(info(n).written_storages for n in node.graph.nodes))
+    known = [info(n) for n in dependencies_of(node) if n.op != "placeholder"]
+    return not any(one.state is None or one.is_random or one.opaque or one.storages & changed for one in known)
 
 
 def python_rng_error(modules: frozenset[str] = frozenset()) -> CannotRecord:

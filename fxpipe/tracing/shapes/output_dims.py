@@ -219,8 +219,8 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -
         why = "holds the batch in several dimensions"
     else:
         why = "depends on the batch but has no dimension for it"
-        example = batch_sizes(traced.leaves, traced.in_dims)
-        if traced.is_for_one_size and _sizes_of(output)[:1] == (*example,):
+        example, rows = batch_sizes(traced.leaves, traced.in_dims), _sizes_of(output)[:1]
+        if traced.is_for_one_size and len(example) == 1 and any(size % max(example) == 0 for size in rows):
             return 0  # comparisons of micro-batches decide whether the rows are of samples
         if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
             why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"

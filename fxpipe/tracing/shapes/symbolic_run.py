@@ -268,7 +268,8 @@ class SymbolicRun:
     def _set_inferred_size(self, node: fx.Node) -> None:
         """Replaces -1 in a view of selected rows: torch infers no size if there are no rows (`x[mask].view(n, -1)`)."""
         value, *sizes = pytree.tree_map_only(fx.Node, self.node_values.get, [*pytree.tree_leaves(node.args)])
-        if -1 in sizes and isinstance(value, torch.Tensor) and free_unbacked_symbols(value):
+        plain = [size for size in sizes if type(size) is int]
+        if -1 in plain and isinstance(value, torch.Tensor) and free_unbacked_symbols(value):
             inferred = value.numel() // -math.prod(sizes)
             size = self._formula(inferred) if isinstance(inferred, torch.SymInt) else sympy.Integer(inferred)
             if size.is_number:

@@ -103,7 +103,7 @@ def add_shapes(
         operands = [size.xreplace(example) for size in full_operands]
         is_of_node = any(isinstance(o, fx.Node) and info(o).is_data_dependent for o in read.operands)
         if is_of_node or any(number.free_symbols - {traced.batch} for number in operands):
-            of_values.append(read)
+            of_values += [] if read.function is str else [read]  # `other_sizes` finds what a text decides
         # A condition on dynamic sizes as well as on the batch size belongs to `traced.dynamic`.
         elif operands == full_operands and _symbols_in(operands):
             if condition := batch_condition(traced, read, operands):

@@ -174,6 +174,8 @@ class SideBySide(Findings):
             elif dim is not None and self.mode == "equal" and _holds_integers(leaf):
                 samples[place] = torch.cat([leaf.narrow(dim, 0, rows)] * (leaf.shape[dim] // rows), dim)
         self.samples = [samples, *self.traced.micro_batches(samples, self.parts)]
+        self.only_tail = self.traced.tail.difference(*map(dependencies_of, results))  # no micro-batch runs them
+        self.last_maps |= self.only_tail
         with preserve_state(self.traced.model):
             torch.manual_seed(0)
             nodes = [*self.traced.graph.nodes]
@@ -344,6 +346,9 @@ class SideBySide(Findings):
         self.eps[node] = max((_eps(values[0]), *reduced))
         self.joins[node] = self._joins_of(node) if node.op != "get_attr" else frozenset(("same",))
         written = info(node).written_storages
+        if node in self.only_tail:
+            self.joins[node] = NO_JOIN
+            return
         if node in self.failed:
             self.failed.update(n for n in self.values if not written.isdisjoint(info(n).storages))
             self.joins |= dict.fromkeys(self.failed, NO_JOIN)
