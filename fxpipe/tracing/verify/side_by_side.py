@@ -174,7 +174,10 @@ class SideBySide(Findings):
             elif dim is not None and self.mode == "equal" and _holds_integers(leaf):
                 samples[place] = torch.cat([leaf.narrow(dim, 0, rows)] * (leaf.shape[dim] // rows), dim)
         self.samples = [samples, *self.traced.micro_batches(samples, self.parts)]
-        self.only_tail = self.traced.tail.difference(*map(dependencies_of, results))  # no micro-batch runs them
+        needed = {*results}
+        for node in reversed(self.traced.nodes):
+            needed.update(node.all_input_nodes if node in needed or node not in self.traced.tail else ())
+        self.only_tail = self.traced.tail - needed  # no micro-batch runs them
         self.last_maps |= self.only_tail
         with preserve_state(self.traced.model):
             torch.manual_seed(0)
