@@ -540,6 +540,18 @@ RUNTIME = (
     ),
     Mutant(
         "pipe/verification.py",
+        "return number if next(self.decides, True) else result",
+        "return number",
+        "behaviour/test_verify.py::test_layers_that_are_left_out_by_chance_are_left_out_of_the_plain_model_too",
+    ),
+    Mutant(
+        "tracing/guards.py",
+        "wanted |= _dependencies_of_read(draw) if wanted else wanted",
+        "pass",
+        "behaviour/test_verify.py::test_layers_that_are_left_out_by_chance_are_left_out_of_the_plain_model_too",
+    ),
+    Mutant(
+        "pipe/verification.py",
         "is_same &= same_python_rng_state(",
         "is_same &= True or same_python_rng_state(",
         "behaviour/test_whole.py::test_a_method_of_a_large_module_is_kept_whole_in_its_place",

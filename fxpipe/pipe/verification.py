@@ -203,8 +203,7 @@ def verify(
         unit=max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0),
         input_names=tuple(leaf.path for leaf in traced.leaves),
         opaque=opaque_methods(traced),
-        draws_from_stream=traced.draws_from_stream,
-        draws_for_python=traced.recording_options is not None and traced.recording_options.draws_for_python,
+        traced=traced,
     )
     try:
         want, moved = step.of_plain_model(calls, bound.devices[0])
@@ -257,8 +256,7 @@ class _Step:
     unit: float  # unit of rounding: the largest eps of the dtypes in the graph
     input_names: tuple[str, ...]
     opaque: OpaqueMethods
-    draws_from_stream: tuple[bool, ...]  # for each draw of numbers, whether it decides for the step, as in layer drop
-    draws_for_python: bool  # as in `RecordingOptions`
+    traced: Traced
     # The leaves that loss_fn uses, and their earlier gradients.
     loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
@@ -316,9 +314,10 @@ class _Step:
                     of_loss = [leaf for leaf, _ in self.loss_leaves.values()]
                     stack.enter_context(_moved_by_rounding([*model.parameters(), *inputs.values(), *of_loss], unit))
                 for i, call in enumerate(calls):
-                    draws = SeededDraws(mix_seed(seed, i), device, DrawStream(seed), self.draws_from_stream)
+                    draws = SeededDraws(mix_seed(seed, i), device, DrawStream(seed), self.traced)
                     in_node = partial(getattr, draws, "is_inside")
-                    python = python_draws(in_node, torch.Tensor.item) if self.draws_for_python else []
+                    options = self.traced.recording_options
+                    python = python_draws(in_node, torch.Tensor.item) if options.draws_for_python else []
                     with draws, replaced(python), draws.as_one_node(model, self.opaque):
                         output = model(*call.args, **call.kwargs)
                     loss, weight = weighted_sum(output), None
@@ -402,10 +401,12 @@ def weighted_sum(output: Any) -> torch.Tensor:
 class SeededDraws(TorchFunctionMode):
     """Seeds each random function of the plain model as a pipe does in a micro-batch."""
 
-    def __init__(self, seed: int, device: torch.device, stream: DrawStream, draws_from_stream: Sequence[bool]):
+    def __init__(self, seed: int, device: torch.device, stream: DrawStream, traced: Traced):
         super().__init__()
         self.seed, self.ordinal, self.is_inside = seed, 0, False
-        self.stream, self.draws_from_stream = stream, iter(draws_from_stream)
+        self.stream, self.draws_from_stream = stream, iter(traced.draws_from_stream)
+        # A number that nodes use decides nothing: each micro-batch draws another.
+        self.decides = iter([not node.users for node in traced.graph.nodes if info(node).is_scalar_draw])
         devices = dict.fromkeys((torch.device("cpu"), device))
         self.generators = [accelerator.default_generator(device) for device in devices]
 
@@ -416,7 +417,8 @@ class SeededDraws(TorchFunctionMode):
         with self.one_node():
             result = func(*args, **kwargs)
         if self.ordinal > before and is_draw_of_numbers(args, kwargs, result) and next(self.draws_from_stream, False):
-            return self.stream.take(lambda: func(*args, **kwargs))
+            number = self.stream.take(lambda: func(*args, **kwargs))
+            return number if next(self.decides, True) else result
         return result
 
     @contextmanager

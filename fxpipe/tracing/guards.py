@@ -190,6 +190,8 @@ def _reads(traced: Traced) -> dict[fx.Node, set[fx.Node]]:
 
 def _guards_of(traced: Traced, reads: Mapping[fx.Node, Collection[fx.Node]]) -> Guards:
     wanted = set[fx.Node]().union(*reads.values())
+    for draw in filter(lambda n: info(n).is_scalar_draw, traced.graph.nodes):  # they advance the stream, read or not
+        wanted |= _dependencies_of_read(draw) if wanted else wanted
     program, copies = input_program(traced.graph.nodes, wanted, _is_size, torch.device("cpu"))
     return Guards(program, tuple(Guard(copies[n], value_read_of(n).value, info(n).source) for n in reads))
 

@@ -73,7 +73,7 @@ def _handed_over(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
         plain = entry.build()[0].train(training)
         traced = pipe._fxpipe.first.traced
         for i, (args, kwargs) in enumerate(batches):
-            draws = SeededDraws(mix_seed(seed, i), torch.device("cpu"), DrawStream(seed), traced.draws_from_stream)
+            draws = SeededDraws(mix_seed(seed, i), torch.device("cpu"), DrawStream(seed), traced)
             with draws, draws.as_one_node(plain, opaque_methods(traced)):
                 (weighted(flat(plain(*args, **kwargs))) / len(batches)).backward()
         parts = [(args, kwargs, None) for args, kwargs in (entry.build(seed)[1] for seed in (SEED, SEED + 1))]
