@@ -162,6 +162,7 @@ def refuse_unguardable(traced: Traced) -> None:
         modules,
         calls=calls,
         source=info(read).source,
+        reads_size=value_read_of(read).is_size,
     )
 
 

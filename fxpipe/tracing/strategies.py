@@ -28,7 +28,7 @@ from fxpipe.tracing.record.opaque_call import LEAF_MODULE_REASON, methods_to_kee
 from fxpipe.tracing.record.other_sizes import read_untracked_sizes, record_small_batch, record_with_batch_numbers
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.recorded_sizes import Disguise, length
-from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.shapes.output_dims import graph_of_stages, of_any_sizes, read_by_python_only
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.traced import (
@@ -238,6 +238,9 @@ def _options_after(
     is_same = type(problem) is type(first) and problem.args == first.args
     if is_same:
         options = replace(options, in_compile_mode=False)  # no help
+    has_rnn = options.records_packing and any(isinstance(m, nn.RNNBase) for m in model.modules())
+    if has_rnn and isinstance(problem, CannotRecord) and problem.reads_size and not options.reads_lengths:
+        return replace(options, reads_lengths=True)  # of padded outputs
     whole, graph_breaks = options.whole, options.graph_breaks
     modules = problem.modules - whole.keys() if isinstance(problem, CannotRecord) else frozenset[str]()
     large = [path for path in modules if _share_of(model, path) > LARGE_NODE_SHARE]
@@ -249,7 +252,7 @@ def _options_after(
     behind = _graph_breaks_for(model, problem, modules, graph_breaks)
     if behind:
         return replace(options, graph_breaks={**graph_breaks, **behind})
-    if not modules and options.records_packing and any(isinstance(m, nn.RNNBase) for m in model.modules()):
+    if not modules and has_rnn:
         return replace(options, records_packing=False)  # Python may loop over the samples of padded outputs
     if not modules and whole and not options.reads_sequences:
         return replace(options, reads_sequences=True)
@@ -315,6 +318,8 @@ def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) 
         error = error if is_read else OtherMicroBatchesError(whole, error.sizes, values_differ_message(parts))
         is_right = is_read and may_replace(whole, parts, leaves, error.sizes)
         is_right = is_right and not samples_meet(whole, leaves, error.sizes)
+    except MakesState:  # with `may_overwrite`, it may be no state
+        raise
     except Exception as failure:
         is_right, error.__cause__ = False, failure
     if not is_right:

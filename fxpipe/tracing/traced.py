@@ -101,6 +101,7 @@ class RecordingOptions:
     keeps_saved: bool = False  # tensors that autograd saves, since forward runs it
     reads_sequences: bool = False  # forward reads lists and tuples inside results of modules kept whole
     records_packing: bool = True  # functions on packed sequences are nodes
+    reads_lengths: bool = False  # the largest length of packed sequences is a number that forward reads
 
 
 PLAIN_RECORDING = RecordingOptions()

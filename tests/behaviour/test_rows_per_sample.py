@@ -277,7 +277,8 @@ class Looping(Layered, first=D, last=D):
 
     def rows(self, x: torch.Tensor) -> Any:
         if self.name == "by index":
-            return [self.first(x[i]).tanh() for i in range(x.shape[0])]
+            self.count = x.shape[0]  # set before it is read: each number of samples has its graph
+            return [self.first(x[i]).tanh() for i in range(self.count)]
         return [self.first(row[0]).tanh() for row in x.split(1)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

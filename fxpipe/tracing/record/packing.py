@@ -143,6 +143,7 @@ class PackingRecorder:
             return _PAD(sequence, batch_first, padding_value, total_length)
         x, options = source
         length = options["lengths"].max() if total_length is None else total_length
+        length = int(length) if self._recorder.options.reads_lengths else length
         out = self._call(pad, x, **options, value=padding_value, length=length)
         return out if batch_first else out.transpose(0, 1).contiguous(), options["lengths"].clone()
 

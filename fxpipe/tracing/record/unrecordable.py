@@ -35,9 +35,10 @@ class CannotRecord(TraceError):
         # By path of a module with a possible graph break: its calls of other modules before it, not to be repeated.
         calls: Mapping[str, int] | None = None,
         source: str = "",  # the user's line that forward could go on from as Python
+        reads_size: bool = False,  # forward reads a size that depends on values
     ):
         super().__init__(message)
-        self.source = source
+        self.source, self.reads_size = source, reads_size
         self.modules, self.is_final = modules, is_final
         self.calls = dict(calls or {})
 

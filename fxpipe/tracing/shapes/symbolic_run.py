@@ -476,7 +476,7 @@ class NodeCache:
         if any(self._numbers.get(_value_key(a)) != self.number(a) for a in arguments):
             raise ChangedInPlaceError
         # A size that depends on values differs in each call.
-        if not (_unbacked_sizes(value) - _unbacked_sizes(arguments)):
+        if not (unbacked_sizes(value) - unbacked_sizes(arguments)):
             self.values[key] = value
 
 
@@ -505,7 +505,7 @@ def _value_key(value: Any) -> Hashable:
     return id(value)
 
 
-def _unbacked_sizes(value: Any) -> set[Any]:
+def unbacked_sizes(value: Any) -> set[Any]:
     try:
         return set(free_unbacked_symbols(value))
     except AssertionError:  # a container of another kind

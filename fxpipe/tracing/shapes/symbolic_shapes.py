@@ -23,13 +23,14 @@ import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.fake_tensor_mode import first_expression
 from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, SizeCondition
 from fxpipe.tracing.node_info import TensorShape, ValueRead, constant_of, container_of, info, set_info, update_info
 from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, PIECES, SIZE_FUNCTIONS, SizeRead, length
 from fxpipe.tracing.shapes.output_dims import left_dims, uneven_outputs, with_out_dims
-from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols
+from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols, unbacked_sizes
 from fxpipe.tracing.source_lines import is_line_of_check
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import CALL_OPS, Traced, batch_sizes, candidate_dims, common_batch_size
@@ -90,6 +91,8 @@ def add_shapes(
             if (sources and not number.free_symbols) or any(info(source).number is not None for source in sources):
                 cut.add(node)
             is_data_dependent = node in cut or bool(number.free_symbols - {traced.batch})
+            # An index may have told torch that such a size is the largest that it can be: in this recording.
+            is_data_dependent |= isinstance(value, torch.SymInt) and bool(unbacked_sizes(first_expression(value)))
             dynamic_number = None if number == full_number else full_number
             update_info(node, number=number, dynamic_number=dynamic_number, is_data_dependent=is_data_dependent)
         elif sources or not run.known.value_dependent_nodes.isdisjoint((node, container_of(node))):
