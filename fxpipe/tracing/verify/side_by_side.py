@@ -561,7 +561,8 @@ def _joins_of_tensors(
     if whole.layout != torch.strided or any(part.dim() != whole.dim() for part in parts):
         return NO_JOIN
     if whole.numel() == 0 == sum(part.numel() for part in parts):
-        return frozenset((*range(whole.dim()), "sum", "mean", "same", "parts"))
+        dims = (dim for dim, size in enumerate(whole.shape) if size == sum(part.shape[dim] for part in parts))
+        return frozenset((*dims, "sum", "mean", "same", "parts"))
     if any(part.shape != whole.shape for part in parts):
         dim = _dim_of_rows(whole, parts)
         if dim is None:
