@@ -539,6 +539,30 @@ RUNTIME = (
         "behaviour/test_whole.py::test_a_tuple_that_forward_reads_keeps_its_length",
     ),
     Mutant(
+        "tracing/shapes/symbolic_shapes.py",
+        "is_data_dependent |= isinstance(value, torch.SymInt) and bool(unbacked_sizes(first_expression(value)))",
+        "pass",
+        "behaviour/test_packing.py::test_each_call_is_a_node_for_all_lengths",
+    ),
+    Mutant(
+        "tracing/verify/side_by_side.py",
+        "if size == sum(part.shape[dim] for part in parts))",
+        ")",
+        "behaviour/test_joint_tail.py::test_steps_are_those_of_the_plain_model_on_the_whole_batch",
+    ),
+    Mutant(
+        "tracing/strategies.py",
+        "    except MakesState:  # with `may_overwrite`, it may be no state\n        raise\n",
+        "",
+        "behaviour/test_rows_per_sample.py::test_a_loop_over_samples_has_a_graph_for_each_size_of_micro_batches",
+    ),
+    Mutant(
+        "pipe/verification.py",
+        "if not _are_counts(tensor)]",
+        "]",
+        "behaviour/test_verify.py::test_counts_stay_whole_numbers",
+    ),
+    Mutant(
         "pipe/verification.py",
         "return number if next(self.decides, True) else result",
         "return number",

@@ -257,6 +257,7 @@ class _Step:
     input_names: tuple[str, ...]
     opaque: OpaqueMethods
     traced: Traced
+    with_gradients: set[str] = field(default_factory=set)  # inputs that require grad before forward, which may ask too
     # The leaves that loss_fn uses, and their earlier gradients.
     loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
@@ -269,6 +270,7 @@ class _Step:
 
         for leaf, _ in self.loss_leaves.values():
             leaf.grad = None
+        self.with_gradients = {name for name, value in self._inputs(calls).items() if value.requires_grad}
         return [ModelCall(*map_tensor_leaves(copy, (call.args, call.kwargs, call.target))) for call in calls]
 
     def of_pipe(self, pipe: Pipeline, calls: Sequence[ModelCall]) -> Values:
@@ -312,7 +314,8 @@ class _Step:
             with ExitStack() as stack:
                 if unit:
                     of_loss = [leaf for leaf, _ in self.loss_leaves.values()]
-                    stack.enter_context(_moved_by_rounding([*model.parameters(), *inputs.values(), *of_loss], unit))
+                    floats = [tensor for tensor in inputs.values() if not _are_counts(tensor)]
+                    stack.enter_context(_moved_by_rounding([*model.parameters(), *floats, *of_loss], unit))
                 for i, call in enumerate(calls):
                     draws = SeededDraws(mix_seed(seed, i), device, DrawStream(seed), self.traced)
                     in_node = partial(getattr, draws, "is_inside")
@@ -354,7 +357,7 @@ class _Step:
             values[Name("loss", "")] = loss
         inputs = self._inputs(calls)
         leaves: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        leaves |= {f"input {name}": value for name, value in inputs.items() if value.requires_grad}
+        leaves |= {f"input {name}": value for name, value in inputs.items() if name in self.with_gradients}
         leaves |= {f"parameter {k} of loss_fn": leaf for k, (leaf, _) in enumerate(self.loss_leaves.values())}
         if torch.is_grad_enabled():
             values |= {Name("gradient", name): leaf.grad for name, leaf in leaves.items()}
@@ -473,6 +476,11 @@ class SeededDraws(TorchFunctionMode):
         finally:
             for (module, method), own in zip(places, before, strict=True):
                 delattr(module, method) if own is None else setattr(module, method, own)
+
+
+def _are_counts(tensor: torch.Tensor) -> bool:
+    """Returns whether all numbers are integers: their likelihood may be defined for integers only."""
+    return tensor.is_floating_point() and torch.equal(tensor, tensor.round())
 
 
 @contextmanager
