@@ -240,7 +240,7 @@ def _options_after(
         options = replace(options, in_compile_mode=False)  # no help
     has_rnn = options.records_packing and any(isinstance(m, nn.RNNBase) for m in model.modules())
     if has_rnn and isinstance(problem, CannotRecord) and problem.reads_size and not options.reads_lengths:
-        return replace(options, reads_lengths=True)  # of padded outputs
+        return replace(options, reads_lengths=True)  # forward reads a size of padded outputs
     whole, graph_breaks = options.whole, options.graph_breaks
     modules = problem.modules - whole.keys() if isinstance(problem, CannotRecord) else frozenset[str]()
     large = [path for path in modules if _share_of(model, path) > LARGE_NODE_SHARE]
