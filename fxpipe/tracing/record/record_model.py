@@ -163,7 +163,6 @@ def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str,
 
 def _record_once(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     model = recorder.model
-    model_flags = module_flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
     copies = as_given(leaves, map(copy_of_input, values))
     recorder.sizes.input_leaves, recorder.sizes.input_paths = copies, [leaf.path for leaf in leaves]
@@ -229,7 +228,7 @@ def _record_once(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
         leaves,
         spec,
         out_spec,
-        model_flags,
+        module_flags(model),  # with numbers that a `functools.cached_property` has kept
         ThreadState.now(),
         recorder.constants,
         tuple(recorder.sizes.reads),
