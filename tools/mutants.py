@@ -2066,6 +2066,24 @@ PROFILING = (
         "unit/tracing/shapes/test_symbolic_shapes.py::test_sizes_that_torch_broadcasts_or_refuses_are_left_to_it",
     ),
     Mutant(
+        "tracing/shapes/symbolic_run.py",
+        "not (is_asked or is_cast)",
+        "not is_cast",
+        "unit/tracing/shapes/test_symbolic_shapes.py::test_strides_of_attention_are_those_that_its_kernel_gives",
+    ),
+    Mutant(
+        "tracing/verify/side_by_side.py",
+        " or self.has_python or not self.written.isdisjoint(info(node).storages):",
+        " or self.has_python:",
+        "attacks/test_samples_meet.py::test_samples_that_meet_are_refused_with_the_line",
+    ),
+    Mutant(
+        "tracing/verify/equivalence.py",
+        "all(gap <= tolerance * largest for gap in gaps)",
+        "max(gaps, default=0.0) <= tolerance * largest",
+        "unit/tracing/verify/test_training_equivalence.py::test_what_is_no_number_is_seen_behind_a_first_piece",
+    ),
+    Mutant(
         "profiling/saved_storages.py",
         " and self.effects.alias[node] not in self.written:\n            first,",
         ":\n            first,",

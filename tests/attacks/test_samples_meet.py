@@ -157,6 +157,7 @@ MIXING = {
     "rolled by two": (lambda m, h: h + h.roll(2, 0), {}, ()),
     "a part in place": (part_centred, {}, ()),
     "a part written": (filled, {}, ()),
+    "a map written to": (lambda m, h: h.copy_(h.flip(0)), {}, ()),
     "batch norm without statistics or weights": (lambda m, h: F.batch_norm(h, None, None, training=True), {}, ()),
     "a function of autograd": (lambda m, h: Sharp.apply(h), {}, ()),
     "a function kept whole": (lambda m, h: turned(h), {}, ()),

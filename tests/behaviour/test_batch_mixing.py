@@ -21,10 +21,6 @@ class Between(Layered, before=8, after=8, norm=lambda: nn.LayerNorm(8), gate=lam
         return self.after(self.norm(h + self.gate * self.function(h)))
 
 
-def attention(h):
-    return F.scaled_dot_product_attention(*[h.transpose(0, 1)] * 3).transpose(0, 1)
-
-
 def written_to_one(reads):
     """`reads` of a copy in which one element of each row is 0."""
 
@@ -45,7 +41,6 @@ def filled_bit_by_bit(h):
 
 MIXING = {
     "softmax": lambda h: h.softmax(0),
-    "attention": attention,
     # in a part of the elements only
     "a part written to": written_to_one(lambda h: h - h.mean(0)),
     "filled bit by bit": filled_bit_by_bit,
@@ -56,7 +51,7 @@ MIXING = {
 @pytest.mark.parametrize("name", MIXING)
 def test_neither_a_closed_gate_nor_a_write_to_a_part_hides_anything(name):
     model = Between(function=MIXING[name])
-    if name not in ("softmax", "attention"):
+    if name != "softmax":
         model.norm = nn.Identity()  # it may take out again what not all elements have
     with pytest.raises(ArgumentError, match=r"samples act on each other at .*test_batch_mixing.py:\d+.*put together"):
         fxpipe.trace(model, (X,))

@@ -146,6 +146,8 @@ class SymbolicRun:
         self.env = QuietShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # torch never removes symbols from it, and `cache` does the same
+        is_stride_read = any(node.target == "stride" for node in self.traced.graph.nodes)
+        self.is_layout_asked = bool(self.traced.layout_reads) or is_stride_read
 
     @property
     def batch_symbols(self) -> set[sympy.Symbol]:
@@ -252,7 +254,9 @@ class SymbolicRun:
         return self.traced.is_for_one_size and node not in self.known.fixing
 
     def _run(self, node: fx.Node) -> Any:
-        if node.target in _PRODUCTS and not any(autocast.enabled for autocast in state_of(node).autocast):
+        is_asked = self.is_layout_asked and node.target is not F.linear  # attention is stored as its kernel stores it
+        is_cast = any(autocast.enabled for autocast in state_of(node).autocast)
+        if node.target in _PRODUCTS and not (is_asked or is_cast):
             sizes = product_sizes(node.target, *fx.map_arg((node.args, node.kwargs), self.node_values.__getitem__))
             if sizes is not None:
                 source: Any = self.node_values[node.all_input_nodes[0]]

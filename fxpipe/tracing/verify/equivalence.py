@@ -350,8 +350,8 @@ def is_close(want: Any, have: Any, tolerance: float | None = None) -> bool:
     pieces = [*zip(want.flatten().split(COMPARED_AT_ONCE), have.flatten().split(COMPARED_AT_ONCE), strict=True)]
     # Two cheap passes are enough for finite values that differ by less than what the largest one allows.
     largest = max((float(torch.linalg.vector_norm(w, torch.inf)) for w, _ in pieces if len(w)), default=0.0)
-    gap = max((float(torch.linalg.vector_norm(w - h, torch.inf)) for w, h in pieces if len(w)), default=0.0)
-    if largest < torch.inf and gap <= tolerance * largest:
+    gaps = (float(torch.linalg.vector_norm(w - h, torch.inf)) for w, h in pieces if len(w))
+    if largest < torch.inf and all(gap <= tolerance * largest for gap in gaps):  # False for NaN, which `max` may drop
         return True
     scale = max((float(w.abs().nan_to_num(posinf=0, neginf=0).max()) for w, _ in pieces if len(w)), default=0.0)
     limit = tolerance * max(scale, 1e-30)

@@ -251,8 +251,8 @@ class SideBySide(Findings):
 
     def _dim_of_map(self, node: fx.Node) -> int | None:
         """Returns the dimension of the rows if a node is a linear map of rows by parameters; parts need not run it."""
-        if node.target not in _MAPS or self.has_python:
-            return None
+        if node.target not in _MAPS or self.has_python or not self.written.isdisjoint(info(node).storages):
+            return None  # a write to the whole would change its rows
         mapped = _mapped(node)
         sources = [n for n in node.all_input_nodes if n is not mapped]
         if not isinstance(mapped, fx.Node) or any(n.op != "get_attr" or n in self.buffers for n in sources):

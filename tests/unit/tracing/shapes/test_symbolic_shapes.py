@@ -239,6 +239,14 @@ def test_sizes_that_torch_broadcasts_or_refuses_are_left_to_it(case: str) -> Non
     assert product_sizes(*_product(case)) is None
 
 
+def test_strides_of_attention_are_those_that_its_kernel_gives() -> None:
+    def forward(lin: Any, x: torch.Tensor) -> torch.Tensor:
+        heads = lin(x).unflatten(-1, (2, 3)).transpose(1, 2)
+        return x * F.scaled_dot_product_attention(heads, heads, heads).stride(1)
+
+    assert traced(forward, torch.randn(4, 5, 6), chunks=2).out_dims == (0,)
+
+
 def _product(case: str) -> tuple[Any, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
     sizes = {letter: size for size, letter in enumerate("abcdefhn", 3)} | {"1": 1}
     tensors = [torch.randn([sizes[letter] for letter in shape]) for shape in case.split()]

@@ -54,6 +54,11 @@ def test_gradients_of_inputs_are_compared() -> None:
         check_training_equivalence(traced, [batch])
 
 
+def test_what_is_no_number_is_seen_behind_a_first_piece() -> None:
+    want, place = torch.ones(two_calls.COMPARED_AT_ONCE + 1), torch.tensor([two_calls.COMPARED_AT_ONCE])
+    assert not two_calls.is_close(want, want.index_fill(0, place, torch.nan))
+
+
 @pytest.mark.parametrize("fault", [lambda g: g * 2, lambda g: g.roll(1, 0), lambda g: g.roll(1, 1), torch.zeros_like])
 def test_large_gradients_are_compared_by_their_sums(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Fault(torch.autograd.Function):
