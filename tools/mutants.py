@@ -2060,6 +2060,12 @@ TRACING = (
 
 PROFILING = (
     Mutant(
+        "tracing/verify/side_by_side.py",
+        "                self.adaptive.add(node)\n            if info",
+        "                pass\n            if info",
+        "attacks/test_samples_meet.py::test_samples_that_meet_are_refused_with_the_line",
+    ),
+    Mutant(
         "tracing/shapes/symbolic_run.py",
         "query[:-2] == key[:-2] == value[:-2] and ",
         "",

@@ -110,6 +110,12 @@ def turned(h):
     return h + h.flip(0)
 
 
+@fxpipe.leaf
+def solved(h):
+    """As an adaptive solver: its step goes by the error of all samples, and changes each of them by little."""
+    return h * (1 + 3e-4 * float(h.detach().square().mean()))
+
+
 class Mixer(Layered, drop=lambda: nn.Dropout(0.1), calls=lambda: torch.zeros(())):
     """Kept whole; has a counter and a dropout of its own."""
 
@@ -124,6 +130,7 @@ LAST = {"last": torch.zeros(8)}
 MIXING = {
     # function, tensors of the model, ids
     "a counter in a buffer": (counted, STEPS, ()),
+    "steps of a solver": (lambda m, h: solved(h), {}, ()),
     "noise times zero": (lambda m, h: h + 0 * torch.randn_like(h) + h.flip(0), {}, ()),
     "dropout beside": (lambda m, h: F.dropout(h + h.flip(0), 0.3), {}, ()),
     "a gate of zero": (lambda m, h: h + m.gate * h.flip(0), {"gate": gate(0.0)}, ()),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import sympy
@@ -27,6 +28,7 @@ from sympy.core.relational import Relational
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from fxpipe._torch.functions import VALUE_READS, opname
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim, Lengths, SizeCondition
@@ -250,17 +252,28 @@ def _varied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * factors.view(tensor.shape).to(tensor.dtype)
 
 
-def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-    """Runs a node with dropout disabled and without batch statistics, also inside opaque modules."""
+def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any], reads: list[Any] | None = None) -> Any:
+    """Runs a node with dropout disabled and without batch statistics, also inside opaque modules.
+
+    `reads`: to it are added the values that Python reads in an opaque module or a leaf function.
+    """
     is_changed = info(node).opaque is not None or node.target in MADE_DETERMINISTIC
-    with _Deterministic() if is_changed else contextlib.nullcontext():
+    is_changed |= reads is not None and isinstance(node.target, FunctionType)
+    with _Deterministic(reads) if is_changed else contextlib.nullcontext():
         return call_node(node, value_of)
 
 
 class _Deterministic(TorchFunctionMode):
+    def __init__(self, reads: list[Any] | None = None) -> None:
+        super().__init__()
+        self.reads = reads
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in MADE_DETERMINISTIC:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if self.reads is not None and opname(func) in VALUE_READS:
+                self.reads.append(result.tolist() if hasattr(result, "tolist") else result)
+            return result
         bound = dict(zip(parameter_names(func), args, strict=False)) | (kwargs or {})
         if func in _DROPOUTS:
             return bound["input"].clone()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,6 +162,7 @@ class SideBySide(Findings):
             if memory := info(writer).written_storages & self.state:
                 for node in dependencies_of(writer):
                     self.updates[node] = self.updates.get(node, frozenset()) | memory
+        self.adaptive = set[fx.Node]()  # opaque nodes whose Python reads something of all samples
         self.noise: dict[Hashable, torch.Tensor] = {}  # by number of elements, dtype and device
         self.of_buffers = {*self.buffers}  # values computed from buffers, and not from samples
 
@@ -233,7 +235,10 @@ class SideBySide(Findings):
             whole = self._call(node, 0)
             return [whole, *whole.split([part.shape[dim] for part in self.values[_mapped(node)][1:]], dim)]
         if not info(node).is_random or node.target in compared_sizes.MADE_DETERMINISTIC:
-            results = [self._call(node, k) for k in range(len(self.samples))]
+            reads: list[list[Any]] = [[] for _ in self.samples]
+            results = [self._call(node, k, reads=reads[k]) for k in range(len(self.samples))]
+            if not _are_of_samples(*reads):
+                self.adaptive.add(node)
             if info(node).is_random and self.is_noisy:  # else a value less the same value after dropout is always 0
                 for tensor in _tensors(results):
                     tensor.data.mul_(1 + len(self.joins) % 8 / 16)
@@ -262,10 +267,13 @@ class SideBySide(Findings):
         is_plain = all(type(value) is torch.Tensor for value in values)  # others may scale by what all samples hold
         return dims[0] if is_plain and len(dims) == 1 and dims[0] < self.values[mapped][0].dim() - 1 else None
 
-    def _call(self, node: fx.Node, k: int, changed: Callable[[fx.Node], Any] | None = None) -> Any:
+    def _call(
+        self, node: fx.Node, k: int, changed: Callable[[fx.Node], Any] | None = None, reads: list[Any] | None = None
+    ) -> Any:
         """Runs a node on the whole (k = 0) or on part k."""
         with set_thread_state(state_of(node)), torch.set_grad_enabled(self.has_python and state_of(node).grad):
-            return compared_sizes.run_deterministic_node(node, changed or (lambda source: self.values[source][k]))
+            value_of = changed or (lambda source: self.values[source][k])
+            return compared_sizes.run_deterministic_node(node, value_of, reads)
 
     def _made_of(self, node: fx.Node, changed: dict[fx.Node, Any], on_cpu: bool = False) -> list[torch.Tensor]:
         """Runs a node on the whole again with changed arguments; returns its tensors, or the target that it writes.
@@ -345,6 +353,8 @@ class SideBySide(Findings):
             self.of_buffers.add(node)
         if node.op in CALL_OPS and not self.features.isdisjoint(sources):
             self.features.add(node)
+        if node.target is operator.getitem and node.args[0] in self.adaptive:
+            self.adaptive.add(node)
         reduced = (self.eps[n] for n in sources if not any(isinstance(how, int) for how in self.joins[n]))
         self.eps[node] = max((_eps(values[0]), *reduced))
         self.joins[node] = self._joins_of(node) if node.op != "get_attr" else frozenset(("same",))
@@ -379,7 +389,8 @@ class SideBySide(Findings):
             return frozenset(("same",))
         if any(len(t) != len(tensors[0]) for t in tensors):
             return NO_JOIN
-        tolerance = max(2e-4, 4 * self.eps[node])
+        # A step that is chosen by the error of all samples changes each of them by little.
+        tolerance = 100 * self.eps[node] if node in self.adaptive else max(2e-4, 4 * self.eps[node])
         leaves = zip(*tensors, strict=True)
         joins = [_joins_of_tensors(whole, parts, self.parts, tolerance) for whole, *parts in leaves]
         if isinstance(self.values[node][0], torch.Tensor):
@@ -578,6 +589,17 @@ def _joins_of_tensors(
         if is_whole(sum(weighted[1:], weighted[0])):
             joins.add("mean")
     return frozenset(joins)
+
+
+def _are_of_samples(whole: list[Any], *parts: list[Any]) -> bool:
+    """Returns whether Python reads the same of the whole as of each part, or of all parts one after the other."""
+    ways = ([whole] * len(parts), parts), ([whole], [[one for part in parts for one in part]])
+    return any(all(map(_are_near, *way)) for way in ways)
+
+
+def _are_near(left: list[Any], right: list[Any]) -> bool:
+    first, second = (torch.tensor(pytree.tree_leaves(one), dtype=torch.complex128) for one in (left, right))
+    return first.shape == second.shape and not bool(((first - second).abs() > 1e-3 * first.abs()).any())
 
 
 def _dim_of_rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> int | None:
