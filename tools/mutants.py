@@ -2069,7 +2069,7 @@ PROFILING = (
         "tracing/shapes/symbolic_run.py",
         "query[:-2] == key[:-2] == value[:-2] and ",
         "",
-        "unit/tracing/shapes/test_symbolic_shapes.py::test_sizes_that_torch_broadcasts_or_refuses_are_left_to_it",
+        "unit/tracing/shapes/test_symbolic_shapes.py::test_sizes_of_products_are_those_of_torch_or_left_to_it",
     ),
     Mutant(
         "tracing/shapes/symbolic_run.py",
