@@ -1768,6 +1768,12 @@ TRACING = (
         "behaviour/test_joint_tail.py::test_state_that_changes_once_in_a_step",
     ),
     Mutant(
+        "tracing/shapes/output_dims.py",
+        "if held[name] in read or not",
+        "if not",
+        "behaviour/test_joint_tail.py::test_steps_are_those_of_the_plain_model_on_the_whole_batch",
+    ),
+    Mutant(
         "pipe/programs.py",
         "            if is_part and graph.bound.update is not None:",
         "            if False:",

@@ -137,6 +137,8 @@ def xbm(m, a, b):
 def dino(m, a, b):
     chances = ((b - m.center) / 0.1).softmax(-1)
     m.center = 0.9 * m.center + 0.1 * b.mean(0, keepdim=True)
+    m.kept[m.i] = b.mean(0)  # no output reads it
+    m.old.copy_(m.kept[m.i.add_(1).remainder_(2)])
     return -(chances * a.log_softmax(-1)).sum(), chances
 
 
@@ -161,7 +163,9 @@ def that_remembers(m, a, b):
 
 MODELS = {
     "XBM": lambda: Tail(loss=xbm, bank=torch.randn(24, 8), place=torch.tensor(3)),
-    "DINO": lambda: Tail(loss=dino, center=torch.zeros(1, 8)),
+    "DINO": lambda: Tail(
+        loss=dino, center=torch.zeros(1, 8), kept=torch.randn(2, 8), i=torch.tensor(0), old=torch.ones(8)
+    ),
     "a centre that has moved": lambda: Tail(loss=less_the_new_centre, center=torch.ones(1, 8)),
     "SwAV": lambda: Tail(loss=swav, queue=torch.randn(30, 8)),
     "a statistic": lambda: Tail(loss=that_remembers, largest=torch.zeros(())),
@@ -179,6 +183,7 @@ MODELS = {
     "boxes": Detector,
     "experts": Experts,
     "weights": Weighted,
+    "a product of means": lambda: Views(loss=lambda a, b: a.mean() * b.square().mean()),
     "a norm and a largest": lambda: Views(loss=lambda a, b: a.norm() + torch.logsumexp(a - b, (0, 1)) + b.max()),
 }
 
@@ -305,13 +310,8 @@ def test_a_loss_of_all_samples(loss_fn, schedule):
 
 
 def test_a_product_of_means_is_one_of_all_samples():
-    model = Views(loss=lambda a, b: a.mean() * b.square().mean())
-    plain, given = copy.deepcopy(model), inputs(model, 8, torch.float32)
+    given = inputs(model := MODELS["a product of means"](), 8, torch.float32)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=given, progress=False, profile_budget=0.0) as pipe:
-        loss, want = pipe.forward_backward(*given), plain(*given)
-        want.backward()
-        torch.testing.assert_close(loss, want.detach())
-        assert_gradients(model, plain)
         assert pipe.plan.schedule == "gpipe"
         assert "needs all samples together" in " ".join(str(pipe.plan).split())  # lines break by the length of paths
 

@@ -59,9 +59,9 @@ def with_out_dims(traced: Traced, out_dims: Any, joins: Mapping[fx.Node, Joins] 
             raise ArgumentError(
                 f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves: {error}"
             ) from error
-    needed, every = updated_state(traced) if out_dims is None and traced.changes_once else ((), ())
+    is_needed, updated = updated_state(traced) if out_dims is None and traced.changes_once else (False, ())
     failure: Exception | None = None
-    for names in dict.fromkeys((every, needed, ()) if needed else ((), every)):
+    for names in dict.fromkeys((updated, ()) if is_needed else ((), updated)):
         walk = ReductionWalk(traced, batch_dependent_nodes(traced), joins, names)
         try:
             return _combined(traced, walk, asked, is_for_rest)
@@ -110,23 +110,30 @@ def _combined(traced: Traced, walk: ReductionWalk, asked: Any, is_for_rest: bool
     )
 
 
-def updated_state(traced: Traced) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the state that forward changes by samples and of which outputs are made (a queue); then all of it."""
+def updated_state(traced: Traced) -> tuple[bool, tuple[str, ...]]:
+    """Returns the state that forward changes by samples, with what it is connected to: a bank and the place in it.
+
+    The bool says whether outputs depend on it.
+    """
     dependent, parameters = batch_dependent_nodes(traced), dict(traced.model.named_parameters())
     held = {str(n.target): n for n in traced.graph.nodes if n.op == "get_attr"}
-    writers = dict[str, list[fx.Node]]()
+    sources, updated = dict[str, set[fx.Node]](), set[str]()
     for name, node in held.items():
         own = [n for n in traced.graph.nodes if not info(n).written_storages.isdisjoint(info(node).storages)]
         own += [traced.assigned[name]] if name in traced.assigned else []
         is_other = name in parameters or name in traced.tied or name.rpartition(".")[2] in STATISTICS
-        if not (is_other or dependent.isdisjoint(own) or any(n.op == "get_attr" for n in own)):
-            writers[name] = own
+        if own and not (is_other or any(n.op == "get_attr" for n in own)):
+            sources[name] = set[fx.Node]().union(*map(dependencies_of, own))
+            updated |= set() if dependent.isdisjoint(own) else {name}
+    while True:
+        read = set[fx.Node]().union(*(sources[name] for name in updated))
+        nodes = {held[name] for name in updated}
+        more = {name for name in sources if held[name] in read or not nodes.isdisjoint(sources[name])} - updated
+        if not more:
+            break
+        updated |= more
     used = set[fx.Node]().union(*(dependencies_of(n) for n in traced.outputs if isinstance(n, fx.Node)))
-    needed = list[str]()
-    while more := [name for name in writers if name not in needed and held[name] in used]:
-        needed += more
-        used.update(*(dependencies_of(n) for name in more for n in writers[name]))
-    return tuple(needed), tuple(writers)
+    return not used.isdisjoint(nodes), tuple(name for name in sources if name in updated)
 
 
 def read_by_python_only(traced: Traced) -> frozenset[int]:
