@@ -138,7 +138,7 @@ def dino(m, a, b):
     chances = ((b - m.center) / 0.1).softmax(-1)
     m.center = 0.9 * m.center + 0.1 * b.mean(0, keepdim=True)
     m.kept[m.i] = b.mean(0)  # no output reads it
-    m.old.copy_(m.kept[m.i.add_(1).remainder_(2)])
+    m.old.copy_(m.kept[m.i.add_(1).remainder_(8)])
     return -(chances * a.log_softmax(-1)).sum(), chances
 
 
@@ -163,9 +163,7 @@ def that_remembers(m, a, b):
 
 MODELS = {
     "XBM": lambda: Tail(loss=xbm, bank=torch.randn(24, 8), place=torch.tensor(3)),
-    "DINO": lambda: Tail(
-        loss=dino, center=torch.zeros(1, 8), kept=torch.randn(2, 8), i=torch.tensor(0), old=torch.ones(8)
-    ),
+    "DINO": lambda: Tail(loss=dino, center=torch.ones(1, 8), kept=torch.eye(8), i=torch.tensor(0), old=torch.ones(8)),
     "a centre that has moved": lambda: Tail(loss=less_the_new_centre, center=torch.ones(1, 8)),
     "SwAV": lambda: Tail(loss=swav, queue=torch.randn(30, 8)),
     "a statistic": lambda: Tail(loss=that_remembers, largest=torch.zeros(())),
