@@ -512,6 +512,12 @@ RUNTIME = (
         "behaviour/test_unequal_outputs.py::test_selected_rows_that_act_on_each_other_are_refused",
     ),
     Mutant(
+        "tracing/record/joined_pieces.py",
+        "return bool(rows == total)",
+        "return True",
+        "behaviour/test_unequal_outputs.py::test_pieces_whose_numbers_are_not_those_of_the_rows_are_an_error_as_in_the_model",
+    ),
+    Mutant(
         "pipe/programs.py",
         "(of_lists and len({*samples}) > 1)",
         "False",

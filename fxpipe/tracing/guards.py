@@ -175,7 +175,7 @@ def reads_are_of_all_samples(traced: Traced, leaves: Sequence[Any]) -> bool:
 def extract_guards(traced: Traced) -> Guards:
     """Moves the reads out of a graph whose fixed sizes are constants."""
     needs = _reads(traced)
-    guards = _guards_of(traced, {read: n for read, n in needs.items() if set(_source_names(traced, n))})
+    guards = _guards_of(traced, {r: n for r, n in needs.items() if {*_source_names(traced, n), *filter(_is_size, n)}})
     dead = set[fx.Node]().union(*needs.values())
     for node in reversed(list(traced.graph.nodes)):
         is_dead = node in dead and not node.users and node.op in CALL_OPS

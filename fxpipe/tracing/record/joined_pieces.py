@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxpipe._torch.functions import SPLIT_FUNCTIONS, opname
-from fxpipe.tracing.node_info import RecordingPlace, container_of, info, set_info, update_info
+from fxpipe.tracing.node_info import RecordingPlace, ValueRead, container_of, info, set_info, update_info
 from fxpipe.tracing.traced import Traced
 
 _VIEWS = frozenset(("reshape", "view"))  # to [-1, ...]
@@ -35,13 +35,30 @@ def join_pieces(traced: Traced) -> None:
         split, forms = chains[0][0].all_input_nodes[0], [_form_of(chain) for chain in chains]
         memory = frozenset[int]().union(*(info(n).storages for chain in chains for n in chain))
         is_all = [*split.users] == [chain[0] for chain in chains]
+        sizes: Any = next((a for a in (*split.args, *split.kwargs.values()) if isinstance(a, (tuple, list))), ())
+        is_all &= all(type(size) is int for size in sizes)
         if not is_all or forms != forms[:1] * len(forms) or None in forms or not memory.isdisjoint(changed):
             continue
+        with traced.graph.inserting_before(split):
+            for total in [sum(sizes)] if sizes else []:
+                rows = traced.graph.call_method("size", (split.all_input_nodes[0], 0))
+                set_info(rows, info(split).beside())
+                read = traced.graph.call_function(has_rows, (rows, total))
+                set_info(read, info(split).beside(read=ValueRead(True, "rows")))
         with traced.graph.inserting_before(node):
             node.args, node.kwargs = ([_on_full_tensor(chains[0], info(node).recorded_at, memory)],), {}
         for chain in chains:
             _erase_unused(chain, needed)
-        _take_rows(split)
+        for item in [*split.users] if sizes else ():  # used elsewhere
+            i: Any = item.args[1]
+            item.op, item.target, item.args = "call_method", "narrow", (split.args[0], 0, sum(sizes[:i]), sizes[i])
+        if not split.users:
+            split.graph.erase_node(split)
+
+
+def has_rows(rows: int, total: int) -> bool:
+    """Returns whether the mini-batch has as many rows as its pieces; otherwise `split` raises."""
+    return bool(rows == total)
 
 
 def _chain_to(piece: Any) -> list[fx.Node]:
@@ -98,13 +115,3 @@ def _erase_unused(chain: list[fx.Node], needed: Collection[fx.Node]) -> None:
         for user in (*node.users, node):
             if not user.users and user not in needed and (user is node or user.target == "size"):
                 user.graph.erase_node(user)
-
-
-def _take_rows(split: fx.Node) -> None:
-    """Replaces the pieces of a split by sizes that are used elsewhere: they are rows, whatever follows them."""
-    sizes: Any = split.args[1] if len(split.args) > 1 else None
-    for item in [*split.users] if isinstance(sizes, (tuple, list)) else ():
-        place: Any = item.args[1]
-        item.op, item.target, item.args = "call_method", "narrow", (split.args[0], 0, sum(sizes[:place]), sizes[place])
-    if not split.users:
-        split.graph.erase_node(split)

@@ -28,6 +28,7 @@ from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, SizeCondition
 from fxpipe.tracing.node_info import TensorShape, ValueRead, constant_of, container_of, info, set_info, update_info
+from fxpipe.tracing.record.joined_pieces import has_rows
 from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, PIECES, SIZE_FUNCTIONS, SizeRead, length
 from fxpipe.tracing.shapes.output_dims import left_dims, uneven_outputs, with_out_dims
 from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols, unbacked_sizes
@@ -98,6 +99,7 @@ def add_shapes(
         elif sources or not run.known.value_dependent_nodes.isdisjoint((node, container_of(node))):
             cut.add(node)
             update_info(node, is_data_dependent=True)
+    _count_first_rows(traced)
     of_values: list[SizeRead] = []
     conditions: list[SizeCondition] = []
     not_followed = ""
@@ -134,6 +136,22 @@ def add_shapes(
     traced = replace(traced, left_attribute_dims=left_dims(traced), uneven_outputs=uneven_outputs(traced))
     _fold_fixed_sizes(traced)
     return traced
+
+
+def _count_first_rows(traced: Traced) -> None:
+    """Lets a guard on a number of selected rows count them where they are selected, before parameters see them."""
+    containers = {*map(container_of, traced.graph.nodes)}
+    for read in [n for n in traced.graph.nodes if n.target is has_rows]:
+        size: Any = read.args[0]
+        factor, symbol = sympy.sympify(info(size).dynamic_number or info(size).number).as_coeff_Mul()
+        firsts = [n for n in traced.graph.nodes if n not in containers for s in info(n).shapes if symbol in s.shape]
+        if info(size).is_data_dependent and symbol.is_Symbol and firsts:
+            size.args = (first := firsts[0]), info(first).shapes[0].shape.index(symbol)
+            read.args = size, int(read.args[1] // factor)
+            first.append(size)
+            masks = [n for n in first.all_input_nodes[1:] for s in info(n).shapes if s.dtype == torch.bool]
+            if first.target == "__getitem__" and masks:
+                size.target, size.args = "count_nonzero", (masks[0],)
 
 
 def _run_with_dynamic_sizes(
