@@ -263,7 +263,9 @@ class ReductionWalk:
                 if writer in self.reduced.values:
                     raise _unknown_reduction(writer, "which is changed in place, and used as another view")
                 todo += self._sources_in_tail(writer, tail)
-        if is_update and (random := [node for node in tail if info(node).is_random]):
+        same = [piece.node for piece in self.reduced.pieces if piece.how is None]  # unless it is drawn
+        used = tail.union(*map(dependencies_of, same)) if is_update else set[fx.Node]()
+        if random := [node for node in used if info(node).is_random]:
             raise _unknown_reduction(random[0], "which draws random numbers")  # the loss may use them, too
         self._refuse_tail(tail)
         self._add_calls(tail)
