@@ -40,6 +40,10 @@ def looped(model, sequence, steps):
     return sum(states[:, step] * 0.9**step for step in range(states.shape[1]))
 
 
+def counted(model, sequence, steps):
+    return model.rnn(sequence)[1][-1] + sequence.batch_sizes.shape[0]
+
+
 def last_state(model, sequence, steps):
     return model.rnn(sequence)[1][-1]
 
@@ -67,14 +71,14 @@ def pipe_of(model, **options):
 
 @pytest.mark.anywhere
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("read", [padded, stacked, unpadded, looped, last_state])
+@pytest.mark.parametrize("read", [padded, stacked, unpadded, looped, counted, last_state])
 def test_each_call_is_a_node_for_all_lengths(read):
     plain = copy.deepcopy(model := Reader(read=read))
     with pipe_of(model, balance=["rnn"], compile=read is stacked and {"backend": "eager"}) as pipe:
         for x, lengths in BATCHES:
             assert_step(pipe, plain, x, lengths)
             assert_step(pipe, plain, x, lengths, one_pass=True)
-        assert len(pipe.plan.guards) == (read is looped)
+        assert len(pipe.plan.guards) == (read in (looped, counted))
         assert not any("kept whole" in why for why in pipe.plan.why)
 
 

@@ -115,6 +115,7 @@ class PackingRecorder:
         with self._recorder.pause():
             packed = PackedSequence(data, *packed[1:])
         self._packed.append((packed, x, options))
+        self._recorder.lengths[id(packed.batch_sizes)] = packed.batch_sizes, options["lengths"]
         return packed
 
     def _source(self, sequence: Any) -> tuple[torch.Tensor, Any] | None:

@@ -408,8 +408,8 @@ class SizeRecorder:
     def of(self, tensor: torch.Tensor, method: str) -> tuple[int, ...]:
         numbers = tensor.shape if method == "size" else tensor.stride()
         if not self.recorder.knows(tensor):
-            self.names.add(self.recorder.names.own(tensor))
-            return numbers  # a tensor of the model: other sizes need another graph
+            self._ask_unknown(tensor)
+            return numbers
         if method == "stride":
             self.ask(*LAYOUT)
         node, sizes = self.recorder.node_of(tensor), []
@@ -422,9 +422,16 @@ class SizeRecorder:
             sizes.append(RecordedSize(number, self._nodes[key], self, shown))
         return RecordedShape(sizes)
 
+    def _ask_unknown(self, tensor: torch.Tensor) -> None:
+        """Notes a tensor of the model, or reads the longest of packed sequences: other sizes need another graph."""
+        self.names.add(self.recorder.names.own(tensor))
+        _, lengths = self.recorder.lengths.get(id(tensor), (tensor, None))
+        if lengths is not None:
+            self.recorder.call(torch.Tensor.__int__, self.recorder.call(torch.Tensor.max, lengths))
+
     def read_length(self, tensor: torch.Tensor, dim: int) -> None:
         if not self.recorder.knows(tensor):
-            self.names.add(self.recorder.names.own(tensor))
+            self._ask_unknown(tensor)
         elif -tensor.dim() <= dim < tensor.dim():
             self.read(length, (tensor, dim % tensor.dim()), tensor.shape[dim])
 

@@ -216,6 +216,9 @@ class Recorder(TorchFunctionMode):
         self.recording, self._step = True, step
         self.options, self.whole, self.graph_breaks = options, options.whole, options.graph_breaks
         self.sizes, self.random = SizeRecorder(self), RandomRecorder(self, seed)
+        self.lengths: dict[
+            int, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # by id: `batch_sizes` of packed sequences, lengths
         self.replacements: dict[Any, Callable[..., Any]] = {}  # functions that record a call in another way
         self.differentiates = False  # True if forward runs autograd, for which only another recording keeps tensors
         self.repeated = dict[fx.Node, None]()  # nodes that a gradient runs again: not needed if nothing else uses them
@@ -386,6 +389,9 @@ class Recorder(TorchFunctionMode):
             return self._record(func, args, kwargs or {})
         finally:
             self.python_reads.watch(True)
+
+    def call(self, func: Any, *args: Any) -> Any:
+        return self._record(func, args, {})
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Adds nodes for a call of a function, and returns what it returns."""
