@@ -131,11 +131,10 @@ def layer(apply: Any, use: Any) -> Holding:
 
 def assert_trains(plain: nn.Module, evaluates: bool = True, **options: Any) -> Any:
     """On other batches than the one it was planned on: outputs, gradients, over two steps, and in evaluation."""
-    pipe = fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(torch.randn(6, 4),), **options)
-    with closing(pipe):
+    model, x = copy.deepcopy(plain.double()), torch.randn(6, 4).double()
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), **options)) as pipe:
         for samples in (6, 5):
-            x = torch.randn(samples, 4)
-            assert_step(pipe, plain, x)
+            assert_step(pipe, plain, x := torch.randn(samples, 4).double())
         with torch.no_grad() if evaluates else contextlib.nullcontext():
             torch.testing.assert_close(pipe(x), plain(x))
         return pipe._fxpipe.first.traced
