@@ -338,12 +338,12 @@ class TimingRounds:
         return (value,)
 
     def _total_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor to add gradients to, which all of a kind share if there is room."""
+        """Returns a tensor to add gradients to. On the CPU all of a kind share it, if there is room."""
         kind = _TOTAL, tensor.layout, TensorSignature.of(tensor)
         if kind in self._kept:
             return self._kept[kind]
         total = tensor.detach().clone()
-        if (size := bytes_in(total)) <= self._room:
+        if tensor.device.type == "cpu" and (size := bytes_in(total)) <= self._room:
             self._kept[kind], self._room = total, self._room - size
         return total
 
