@@ -210,11 +210,8 @@ class LossStage:
         rows = [self._at_home(self.others.pop(i, [])) for i in range(len(self.bounds))]
         if self.losses.is_handed_over:
             return rows
-        results, update = (
-            self._gathered(rows, [(how, what) for _, how, what in self.bound.other_results]),
-            self.bound.update,
-        )
-        if update is not None:
+        results = self._gathered(rows, [(how, what) for _, how, what in self.bound.other_results])
+        if (update := self.bound.update) is not None:
             count = len(results) - len(update.combination.pieces)
             results[count:] = update.of(results[count:])
         return [results]

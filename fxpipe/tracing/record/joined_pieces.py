@@ -40,10 +40,10 @@ def join_pieces(traced: Traced) -> None:
         if not is_all or forms != forms[:1] * len(forms) or None in forms or not memory.isdisjoint(changed):
             continue
         with traced.graph.inserting_before(split):
-            for total in [sum(sizes)] if sizes else []:
+            if sizes:
                 rows = traced.graph.call_method("size", (split.all_input_nodes[0], 0))
                 set_info(rows, info(split).beside())
-                read = traced.graph.call_function(has_rows, (rows, total))
+                read = traced.graph.call_function(has_rows, (rows, sum(sizes)))
                 set_info(read, info(split).beside(read=ValueRead(True, "rows")))
         with traced.graph.inserting_before(node):
             node.args, node.kwargs = ([_on_full_tensor(chains[0], info(node).recorded_at, memory)],), {}

@@ -13,6 +13,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -130,12 +132,22 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
 
         return method
 
+    def noting_draws(set_state: Callable[..., None]) -> Callable[..., None]:
+        def method(*args: Any, **kwargs: Any) -> None:  # the end of forward would not show what was drawn before
+            if not is_elsewhere():
+                recorder.random.note_python()
+            set_state(*args, **kwargs)
+
+        return method
+
+    generators = [(random, "setstate"), *((m.random, "set_state") for m in [sys.modules.get("numpy")] if m is not None)]
     storage: Any = torch.UntypedStorage
     packing = PackingRecorder(recorder, is_elsewhere)
     draws = python_draws(is_elsewhere, lambda number: number) if recorder.options.draws_for_python else []
     patches: list[tuple[Any, str, Any]] = [
         *draws,
         *whole_methods(recorder),
+        *((owner, name, noting_draws(getattr(owner, name))) for owner, name in generators),
         (builtins, "len", _length),
         *((storage, name, told_of(getattr(storage, name))) for name in ("nbytes", "__len__", "data_ptr")),
         (nn.Module, "__getattribute__", getattribute),
