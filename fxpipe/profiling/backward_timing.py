@@ -99,7 +99,7 @@ class Clock:
     device: torch.device | None = None  # device for the overhead of autograd; None: no overhead is subtracted
     tick: float = 0.0  # seconds between two marks with nothing in between
     waited: Callable[[], float] = float  # seconds that this thread has waited so far, but not for a core
-    overheads: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # of autograd, by numbers of tensors
+    overheads: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # seconds; by numbers of tensors
 
     @classmethod
     def on(cls, device: torch.device) -> Clock:

@@ -592,7 +592,7 @@ def _joins_of_tensors(
 
 
 def _are_of_samples(whole: list[Any], *parts: list[Any]) -> bool:
-    """Returns whether Python reads the same of the whole as of each part, or of all parts one after the other."""
+    """Returns whether Python reads the same of the whole as of each part, or of all parts in turn."""
     ways = ([whole] * len(parts), parts), ([whole], [[one for part in parts for one in part]])
     return any(all(map(_are_near, *way)) for way in ways)
 
