@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -237,7 +238,7 @@ class SideBySide(Findings):
         if not info(node).is_random or node.target in compared_sizes.MADE_DETERMINISTIC:
             reads: list[list[Any]] = [[] for _ in self.samples]
             results = [self._call(node, k, reads=reads[k]) for k in range(len(self.samples))]
-            if not _are_of_samples(*reads):
+            if any(reads) and not _are_of_samples(*reads):
                 self.adaptive.add(node)
             if info(node).is_random and self.is_noisy:  # else a value less the same value after dropout is always 0
                 for tensor in _tensors(results):
@@ -527,12 +528,12 @@ class SideBySide(Findings):
         rows, rest = divmod(value.shape[dim], sum(self.parts))
         if node in self.features and _is_float(value) and self.is_noisy and value.numel() > 0:
             noise = self._noise(value)
-            least, most = torch.aminmax(value)
-            if least.isnan():
-                least, most = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+            least, most = map(float, torch.aminmax(value))  # numbers: `clamp_` with tensors takes ten times as long
+            if math.isnan(least):
+                finite = value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+                least, most = map(float, torch.aminmax(finite))
             # Equal values show nothing about samples: a state of zeros, a mask that hides everything.
-            is_equal = bool(least == most)
-            value = value + 2 * (noise - 1).abs() if is_equal else (value * noise).clamp_(least, most)
+            value = value + 2 * (noise - 1).abs() if least == most else (value * noise).clamp_(least, most)
             first = values[1].shape[dim]
             value.narrow(dim, first, value.shape[dim] - first).mul_(0.7)  # statistics of the parts differ
         elif self.mode == "equal" and not (rest or value.is_floating_point() or value.is_complex()):
