@@ -30,12 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fxpipe.utils.text_table import TEXT_WIDTH, use_text_width
 
             with show_progress(not request.no_progress and is_terminal()):
-                findings = run_request(request)
+                inspection = run_request(request)
             is_said = out.isatty() or "COLUMNS" in os.environ
             width = shutil.get_terminal_size((TEXT_WIDTH, 24)).columns if is_said else TEXT_WIDTH
             with use_text_width(width):
-                text = output_text(findings, request)
-            written = write_outputs(findings, request.outputs)
+                text = output_text(inspection, request)
+            written = write_outputs(inspection, request.outputs)
         print(text)
         for line in written:
             print(f"fxpipe.inspect: {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""All findings of the command, as data and as a JSON document for programs."""
+"""What the command finds, as data and as a JSON document for programs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fxpipe.simulation import Simulation
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """The findings of the command; None or empty if not requested."""
+class Inspection:
+    """What the command finds; None or empty if not requested."""
 
     name: str  # the target
     plan: Plan | None = None  # None: it does not fit, but a sweep was requested
@@ -26,25 +26,25 @@ class Findings:
     tuning: Tuning | None = None  # its best candidate is the plan
 
 
-def findings_document(findings: Findings) -> dict[str, Any]:
-    """Returns all findings as JSON-able data, with the keys of docs/inspect.md."""
-    document: dict[str, Any] = {} if findings.plan is None else plan_document(findings.plan)
-    document["inputs"] = list(map(str, findings.drawn))
-    if findings.plan is not None and findings.simulation is not None:
-        document["simulation"] = simulation_document(findings.simulation)
-        document["schedules"] = list(map(_summary_values, findings.schedules))
-    if findings.sweep:
+def inspection_document(inspection: Inspection) -> dict[str, Any]:
+    """Returns an inspection as JSON-able data, with the keys of docs/inspect.md."""
+    document: dict[str, Any] = {} if inspection.plan is None else plan_document(inspection.plan)
+    document["inputs"] = list(map(str, inspection.drawn))
+    if inspection.plan is not None and inspection.simulation is not None:
+        document["simulation"] = simulation_document(inspection.simulation)
+        document["schedules"] = list(map(_summary_values, inspection.schedules))
+    if inspection.sweep:
         document["sweep"] = [
             _values(row, "devices schedule speedup fits problem")
             | {"run": row.run and _summary_values(row.run), "over_bytes": round(row.over_bytes)}
-            for row in findings.sweep
+            for row in inspection.sweep
         ]
-    if findings.tuning is not None:
+    if inspection.tuning is not None:
         names = "schedule chunks stages_per_device data_parallel mesh checkpoint step_seconds fits"
         document["tuning"] = [
             _values(row, names)
             | {"peak_bytes": round(row.peak), "over_bytes": round(max(0.0, row.lacks)), "problem": row.why}
-            for row in findings.tuning.rows
+            for row in inspection.tuning.rows
         ]
     return document
 

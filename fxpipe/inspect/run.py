@@ -18,7 +18,7 @@ import fxpipe
 from fxpipe._torch.error_messages import allocator_error, requested_bytes
 from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, TooManyStagesError
 from fxpipe.inspect import cli_options, step_summary, targets
-from fxpipe.inspect.json_document import Findings, findings_document
+from fxpipe.inspect.json_document import Inspection, inspection_document
 from fxpipe.inspect.plan_text import plan_text, tuning_text
 from fxpipe.inspect.report import save_report
 from fxpipe.inspect.stage_graph import save_graph
@@ -134,7 +134,7 @@ def inputs_advice(model: nn.Module, arguments: targets.ModelArguments) -> str:
     return circumstance if arguments.args or arguments.kwargs else f"{circumstance}; give them with --input"
 
 
-def run_request(request: cli_options.Request) -> Findings:
+def run_request(request: cli_options.Request) -> Inspection:
     """Runs a request. Checks output files first, so that a mistake shows immediately."""
     taken: dict[Path, str] = {}
     for option, path in request.outputs.items():
@@ -168,7 +168,7 @@ def run_request(request: cli_options.Request) -> Findings:
         ) from error
 
 
-def _inspect_model(request: cli_options.Request) -> Findings:
+def _inspect_model(request: cli_options.Request) -> Inspection:
     devices = cli_options.devices_of_option(request.devices, request.options.get("hardware"))
     settings = settings_for(request, devices)
     if not request.chooses_replicas:
@@ -189,20 +189,20 @@ def _inspect_model(request: cli_options.Request) -> Findings:
             least = size_at_least(max(limits) + most * error.over)
             brief = f"{error.brief} The least limit that would do: --memory-limit {least}."
             raise MemoryLimitError(str(error), brief, error.over) from None
-        findings = Findings(str(request.target))
+        inspection = Inspection(str(request.target))
     except TooManyStagesError as error:
         remedy = error.remedy or f"--devices {error.most} or fewer"
         raise TooManyStagesError(f"--devices {len(devices)}: {error.problem}", error.most, remedy) from None
     else:
-        findings = _inspect_plan(plan, request)
+        inspection = _inspect_plan(plan, request)
     rows = _sweep_rows(request, loaded, profiled, devices) if request.sweep else ()
-    return replace(findings, drawn=loaded.drawn, sweep=rows)
+    return replace(inspection, drawn=loaded.drawn, sweep=rows)
 
 
-def _inspect_plan(plan: Plan, request: cli_options.Request) -> Findings:
+def _inspect_plan(plan: Plan, request: cli_options.Request) -> Inspection:
     _check_code_stage(request, len(plan.stages))
     plan = _at_sizes(plan, request)
-    return Findings(str(request.target), plan, fxpipe.simulate(plan), step_summary.compare_schedules(plan))
+    return Inspection(str(request.target), plan, fxpipe.simulate(plan), step_summary.compare_schedules(plan))
 
 
 def _at_sizes(plan: Plan, request: cli_options.Request) -> Plan:
@@ -212,7 +212,7 @@ def _at_sizes(plan: Plan, request: cli_options.Request) -> Plan:
         raise ArgumentError(f"--sizes: {error}") from None
 
 
-def _inspect_tuning(tuning: Tuning, request: cli_options.Request) -> Findings:
+def _inspect_tuning(tuning: Tuning, request: cli_options.Request) -> Inspection:
     assert tuning.best.plan is not None
     return replace(_inspect_plan(tuning.best.plan, request), tuning=tuning)
 
@@ -273,42 +273,42 @@ def _sweep_rows(
     return tuple(step_summary.sweep_devices(counts, schedules, plan_for))
 
 
-def output_text(findings: Findings, request: cli_options.Request) -> str:
+def output_text(inspection: Inspection, request: cli_options.Request) -> str:
     """Formats the printed output: the requested results or, by default, the plan and its step."""
     if request.code is not None:
-        assert findings.plan is not None
-        return findings.plan.stages[request.code].code
+        assert inspection.plan is not None
+        return inspection.plan.stages[request.code].code
     if request.json:
-        return json.dumps(findings_document(findings), indent=2)
+        return json.dumps(inspection_document(inspection), indent=2)
     texts = []
-    if findings.drawn:
-        inputs = ", ".join(map(str, findings.drawn))
+    if inspection.drawn:
+        inputs = ", ".join(map(str, inspection.drawn))
         texts.append(wrap_text(f"inputs {inputs}, drawn; give others with --input"))
-    if findings.sweep:
-        texts.append(step_summary.sweep_text(findings.sweep))
-    if findings.tuning is not None:
-        texts.append(tuning_text(findings.tuning, is_whole=request.all, remaining="--all shows"))
-        texts.append(step_summary.one_device_text(findings.tuning))
+    if inspection.sweep:
+        texts.append(step_summary.sweep_text(inspection.sweep))
+    if inspection.tuning is not None:
+        texts.append(tuning_text(inspection.tuning, is_whole=request.all, remaining="--all shows"))
+        texts.append(step_summary.one_device_text(inspection.tuning))
     is_tuning_implicit = request.chooses_replicas and not request.tune
-    if is_tuning_implicit or (not findings.sweep and findings.tuning is None):
-        assert findings.plan is not None
-        assert findings.simulation is not None
+    if is_tuning_implicit or (not inspection.sweep and inspection.tuning is None):
+        assert inspection.plan is not None
+        assert inspection.simulation is not None
         texts += [
-            plan_text(findings.plan),
-            step_summary.step_text(findings.simulation, findings.plan),
-            step_summary.timeline_text(findings.simulation),
-            step_summary.device_text(findings.simulation),
-            step_summary.packets_text(findings.plan),
-            findings.plan.compare_sizes() if findings.plan.sizes else "",
-            step_summary.summaries_text(findings.schedules) if len(findings.schedules) > 1 else "",
+            plan_text(inspection.plan),
+            step_summary.step_text(inspection.simulation, inspection.plan),
+            step_summary.timeline_text(inspection.simulation),
+            step_summary.device_text(inspection.simulation),
+            step_summary.packets_text(inspection.plan),
+            inspection.plan.compare_sizes() if inspection.plan.sizes else "",
+            step_summary.summaries_text(inspection.schedules) if len(inspection.schedules) > 1 else "",
         ]
     return "\n\n".join(filter(None, texts))
 
 
-def write_outputs(findings: Findings, outputs: Mapping[str, Path]) -> list[str]:
+def write_outputs(inspection: Inspection, outputs: Mapping[str, Path]) -> list[str]:
     """Writes the requested files. Returns a line for each file, with its content and path."""
-    plan, simulation, lines = findings.plan, findings.simulation, []
-    title = os.path.basename(findings.name)  # pictures are shared with people who have other folders
+    plan, simulation, lines = inspection.plan, inspection.simulation, []
+    title = os.path.basename(inspection.name)  # pictures are shared with people who have other folders
     for option, path in outputs.items():
         assert plan is not None
         assert simulation is not None
@@ -320,7 +320,7 @@ def write_outputs(findings: Findings, outputs: Mapping[str, Path]) -> list[str]:
         elif option == "graph":
             save_graph(plan, path, title=title)
         else:
-            own = [row for row in findings.sweep if row.plan is not None and row.schedule == row.plan.schedule]
+            own = [row for row in inspection.sweep if row.plan is not None and row.schedule == row.plan.schedule]
             save_report(plan, path, title=title, sweep=own)
         lines.append(f"wrote {cli_options.OUTPUTS[option][0]} to {path}")
     return lines

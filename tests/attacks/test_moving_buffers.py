@@ -109,7 +109,6 @@ def to_evaluation(model: nn.Module) -> None:
     [*((name, False) for name in CASES), *((name, True) for name in ("observer", "mean, set", "fake quantization"))],
 )
 def test_evaluation_is_of_the_mini_batch(name, whole):
-    torch.manual_seed(0)
     model = CASES[name]()
     plain = copy.deepcopy(model)
     to_evaluation(plain)

@@ -245,7 +245,6 @@ LATER = {
 @pytest.mark.parametrize("name", LATER)
 def test_samples_that_meet_in_the_last_of_many_blocks(name):
     """The values of the first blocks hide it."""
-    torch.manual_seed(0)
     with pytest.raises(ArgumentError, match="samples act on each other"):
         fxpipe.trace(Blocks(**LATER[name]), (torch.randn(BATCH, 8),), chunks=4)
 
@@ -273,7 +272,6 @@ class OwnLoss(Model):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_in_which_samples_meet_are_those_of_the_whole_batch(name):
-    torch.manual_seed(0)
     model = OwnLoss(LOSSES[name], steps=torch.zeros(()))
     plain = copy.deepcopy(model)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(torch.randn(BATCH, 8),), progress=False) as pipe:

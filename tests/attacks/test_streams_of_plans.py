@@ -65,7 +65,6 @@ def test_a_mini_batch_runs_as_a_whole_over_a_plan_for_another_schedule(name, tmp
 
 def test_a_mini_batch_runs_as_a_whole_over_replicas_that_the_planner_has_chosen():
     """Stages that send little and have few weights get more devices than the last one, with many weights."""
-    torch.manual_seed(0)
     wide = nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH)
     plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(15)), *wide)
     plan = _planned(plain, 4, 24, chunks=4, balance="pipedream", hardware=hardware(replace(SLOW, bytes_per_second=1e8)))

@@ -122,7 +122,6 @@ def test_metadata_of_a_library():
 
 
 def test_an_input_that_wants_a_gradient():
-    torch.manual_seed(0)
     model = layers()
     x = inputs(0).as_subclass(Plain).requires_grad_()
     model(x).square().sum().backward()
@@ -144,7 +143,6 @@ class Remembering(Layered, first=8, last=8, mean=lambda: None):
 
 
 def test_state_of_the_class_of_the_inputs():
-    torch.manual_seed(0)
     model, plain = Remembering(), Remembering()
     plain.load_state_dict(model.state_dict())
     first = inputs(0).as_subclass(Plain)

@@ -128,7 +128,6 @@ def test_dropout_is_compiled_in_one_piece_and_draws_the_same():
 
 def test_deferred_batch_norm_in_modules_kept_whole():
     """It was an AttributeError: torch.compile breaks off where statistics are caught, and had lost who catches them."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     x, found = torch.randn(8, 4), []
     for options in ({}, {"compile": {"backend": "eager"}}):

@@ -278,7 +278,6 @@ class Chosen(Layered, first=4, layers=lambda: nn.ModuleList(nn.Linear(4, 4) for 
 
 
 def test_planning_ends_where_python_behind_a_read_runs_other_functions_at_other_sizes():
-    torch.manual_seed(0)
     with pytest.raises(ArgumentError, match="put together, are not the output of the batch"):
         fxpipe.trace(Chosen(), (torch.randn(6, 4),), chunks=2)
 
@@ -324,7 +323,6 @@ class Scaled(Layered, layer=4, last=4):
 
 
 def test_a_number_of_the_samples_is_the_same_on_both_sides_of_what_is_recorded() -> None:
-    torch.manual_seed(0)
     numbers = (4, 4, 4, 4), (1, 2, 3, 4), (4, 2, 1, 1)
     batches = [(torch.randn(4, 4), torch.tensor(ids)) for ids in numbers]
     assert_trains(Scaled(), batches, out_dims=0)  # the number and the branch are those of a micro-batch

@@ -235,7 +235,6 @@ def assert_steps(pipe, plain, batches, exact):
 @pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 4), (torch.float64, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_those_of_the_plain_model_on_the_whole_batch(name, dtype, chunks):
-    torch.manual_seed(0)
     model = MODELS[name]().to(dtype)
     plain = copy.deepcopy(model)
     options = {"checkpoint": "always"} if chunks == 2 else {}
@@ -286,7 +285,6 @@ def a_pair(out, target):
 
 @pytest.mark.parametrize(("loss_fn", "schedule"), [(supervised, "1f1b"), (dice, "gpipe"), (a_pair, "zero_bubble")])
 def test_a_loss_of_all_samples(loss_fn, schedule):
-    torch.manual_seed(0)
     model = Features().double()
     plain, example = copy.deepcopy(model), inputs(model, 8, torch.float64)
     with fxpipe.pipeline(
@@ -316,7 +314,6 @@ def test_a_product_of_means_is_one_of_all_samples():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stages_are_updated_after_a_loss_of_all_samples(overlap):
-    torch.manual_seed(0)
     model = TwoTowers()
     plain, given = copy.deepcopy(model), inputs(model, 8, torch.float32)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=given, progress=False, profile_budget=0.0) as pipe:

@@ -126,7 +126,6 @@ def test_whoever_exports_a_pipe_is_told_to_give_the_model(export):
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "compiled"])
 def test_hooks_can_leave_planning_out(compiles):
     """A count of samples is that of the steps, whatever planning runs; also in the run that compiles a stage."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
     samples, calls = [], []
 

@@ -242,7 +242,6 @@ def quantized() -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min:UserWarning")
 def test_a_buffer_that_gets_its_shape_from_weights_is_made_without_a_call_by_hand() -> None:
-    torch.manual_seed(0)
     batches = [torch.randn(n, 4) for n in (4, 6, 8)]
     assert_trains(quantized(), batches, lr=0.1)
     assert not refusal_of(lambda: nn.Sequential(nn.Linear(4, 4), OfWeights()), lambda step: (batches[step],))

@@ -173,7 +173,6 @@ def evaluate_contrast(mesh, model, x):
 
 
 def test_what_is_made_of_all_samples_is_evaluated_on_two_ranks(two_ranks):
-    torch.manual_seed(0)
     model, x = Contrast(), torch.randn(7, 4)
     for output in two_ranks.run(evaluate_contrast, copy.deepcopy(model), x):
         torch.testing.assert_close(output, model(x).detach())
@@ -449,7 +448,6 @@ def step_of_all_samples(mesh, model, given):
 
 
 def test_what_all_samples_share_is_computed_for_all_of_them(two_ranks):
-    torch.manual_seed(0)
     model, given = Scaled(), (torch.randn(8, 4), torch.randn(8, 4))
     (own, gradients), (other, more) = two_ranks.run(step_of_all_samples, copy.deepcopy(model), given)
     loss = model(*given)

@@ -330,7 +330,6 @@ EVEN = {
 @pytest.mark.parametrize("name", [*MIXED, *EVEN])
 def test_losses_planned_without_padding_are_right_with_it(name):
     """The example has no padding, and values of the example say nothing of other batches."""
-    torch.manual_seed(0)
     even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
     model = OwnLoss((MIXED | EVEN)[name])
     plain = copy.deepcopy(model)
@@ -346,7 +345,6 @@ def test_losses_planned_without_padding_are_right_with_it(name):
 
 
 def test_a_function_kept_whole_is_a_mean_over_micro_batches_where_the_user_says_so():
-    torch.manual_seed(0)
     model = OwnLoss(lambda _, y, t: hidden(y, t))
     even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
     pipe = fxpipe.pipeline(model, ["cpu"], 3, example_args=even, out_dims={"loss": "mean"})

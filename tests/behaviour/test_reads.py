@@ -150,7 +150,6 @@ class ReadsASizeLate(nn.Module):
 
 
 def test_a_hidden_size_that_is_seen_when_sizes_are_known_is_refused():
-    torch.manual_seed(0)
     with pytest.raises(TraceError, match=r"test_reads.py:\d+; .*"):
         fxpipe.pipeline(ReadsASizeLate().eval(), ["cpu"], chunks=1, example_args=(torch.randn(8, 4),))
 
@@ -288,7 +287,6 @@ def samples(source: str, number: int) -> torch.Tensor:
     ],
 )
 def test_what_is_read_is_what_the_plain_model_reads(way, source):
-    torch.manual_seed(0)
     kind = (InAModule, InTheModel)[([*READS].index(way) + SOURCES.index(source)) % 2]
 
     @torch.no_grad()

@@ -263,7 +263,6 @@ class Together(Layered, first=D, last=D):
 
 def test_what_a_loop_makes_of_all_samples_decides_in_no_micro_batch() -> None:
     """In the batch of planning it decides nothing, so all values are right."""
-    torch.manual_seed(0)
     with pytest.raises(TraceError, match="do not make what the model makes of the mini-batch"):
         fxpipe.pipeline(Together(), workers(2), 2, example_args=(torch.randn(4, D),))
 
@@ -309,7 +308,6 @@ def test_a_loop_over_samples_has_a_graph_for_each_size_of_micro_batches(name: st
 @pytest.mark.parametrize("name", ["a gate of one sample", "ranks", "a scale of each place"])
 def test_samples_that_may_meet_after_a_loop_are_refused(name: str) -> None:
     """Each batch is tried: in some, micro-batches make the same as the mini-batch."""
-    torch.manual_seed(0)
     for _ in range(3):
         with pytest.raises(TraceError, match="do not make what the model makes of the mini-batch"):
             fxpipe.pipeline(Looping(name), workers(2), 2, example_args=(torch.randn(4, D) / 10,))

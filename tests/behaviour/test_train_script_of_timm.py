@@ -102,7 +102,6 @@ def train(model: Any, epochs: int = 2, accumulation: int = 2) -> tuple[list[floa
 
 
 def test_a_pipe_trains_in_it_as_the_model_does():
-    torch.manual_seed(0)
     model = VisionTransformer()
     plain = copy.deepcopy(model)
     with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=4, progress=False) as pipe:

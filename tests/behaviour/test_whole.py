@@ -369,7 +369,14 @@ class Draws(Model):
         return self.last(self.inner.lin(h) if self.inner.function() < 0.5 else h)
 
 
+def set_back(state, number):
+    np.random.set_state(state[0])
+    random.setstate(state[1])
+    return number
+
+
 DRAWS = [lambda: random.random(), lambda: random.uniform(0, 1), lambda: np.random.rand(), lambda: np.random.uniform()]
+DRAWS += [lambda draw=draw: set_back((np.random.get_state(), random.getstate()), draw()) for draw in DRAWS[::2]]
 
 
 @pytest.mark.parametrize("draw", DRAWS)

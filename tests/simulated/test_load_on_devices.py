@@ -17,7 +17,6 @@ def layers() -> nn.Sequential:
 
 
 def test_each_stage_reads_its_weights_onto_its_device(simulated, tmp_path):
-    torch.manual_seed(0)
     plain, x = layers(), torch.randn(8, 64)
     save_file(plain.state_dict(), tmp_path / "model.safetensors")
     with torch.device("meta"):

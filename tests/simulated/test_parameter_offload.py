@@ -151,7 +151,6 @@ def test_sizes_may_differ_for_such_a_model(simulated):
 
 
 def test_a_model_larger_than_a_device_evaluates_over_several(simulated):
-    torch.manual_seed(0)
     model, x = Model(8).requires_grad_(False).eval(), torch.randn(4, 2, WIDTH)
     plain, limit = copy.deepcopy(model), int(0.8 * _bytes(model))
     simulated.set_device_bytes(_there() + limit)
@@ -179,7 +178,6 @@ class Casts(nn.Module):
 
 
 def test_autocast_keeps_no_casts_of_parameters_that_have_left(simulated):
-    torch.manual_seed(0)
     model, x = Casts(), torch.randn(4, 3, 2 * WIDTH)
     plain, size = copy.deepcopy(model), _bytes(model)
     simulated.set_device_bytes(_there() + int(1.25 * size))
@@ -233,7 +231,6 @@ class MakesTable(
 
 
 def test_what_the_first_call_makes_takes_no_copy_of_all_parameters(simulated):
-    torch.manual_seed(0)
     model, x = MakesTable(), torch.randn(4, 2 * WIDTH)
     plain, size = copy.deepcopy(model), _bytes(model)
     simulated.set_device_bytes(_there() + int(1.25 * size))

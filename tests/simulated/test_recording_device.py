@@ -68,7 +68,6 @@ def _same(pipe: nn.Module, plain: nn.Module, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("make", [WithKernel, ByDevice])
 def test_what_forward_does_on_a_device_is_what_is_recorded(simulated, make):
-    torch.manual_seed(0)
     model = make()
     plain, x = copy.deepcopy(model).to("sim:0"), torch.randn(6, 6)
     with fxpipe.pipeline(model, DEVICES, 2, example_args=(x,)) as pipe:
@@ -81,7 +80,6 @@ def test_what_forward_does_on_a_device_is_what_is_recorded(simulated, make):
 
 
 def test_autocast_of_the_device_is_that_of_the_recording(simulated):
-    torch.manual_seed(0)
     model = Accumulates()
     plain, x = copy.deepcopy(model).to("sim:0"), torch.randn(6, 6)
     with torch.autocast("sim", dtype=torch.bfloat16), fxpipe.pipeline(model, DEVICES, 2, example_args=(x,)) as pipe:

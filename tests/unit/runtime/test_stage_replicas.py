@@ -97,7 +97,6 @@ def assert_same(model, plain):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_steps_come_to_the_gradients_of_the_plain_model(replicas, schedule):
-    torch.manual_seed(3)
     plain, head = Net(), Head()
     model, own_head = copy.deepcopy((plain, head))
     with closing(replicated(model, replicas, schedule=schedule)) as pipe:
@@ -123,9 +122,7 @@ def test_steps_come_to_the_gradients_of_the_plain_model(replicas, schedule):
 
 @pytest.mark.parametrize(("replicas", "checkpoint"), [((2, 1), "always"), ((1, 3), "never"), ((1, 3), "except_last")])
 def test_the_drop_in_runs_on_replicas(replicas, checkpoint):
-    torch.manual_seed(3)
-    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3))
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain := nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)))
     alone = copy.deepcopy(plain)
     with (
         closing(replicated(model, replicas, balance=["1"], checkpoint=checkpoint)) as pipe,
@@ -162,9 +159,7 @@ def test_whatever_order_the_fences_allow_the_bits_are_the_same(seed):
 @pytest.mark.parametrize("seed", range(2))
 def test_replicas_go_back_after_the_one_loss_of_all_micro_batches(seed):
     """The last micro-batch of a replica is not the last of all, with whose forward the loss is computed."""
-    torch.manual_seed(3)
-    plain = Net()
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain := Net())
     x, t = torch.randn(8, 6), torch.randn(8, 6)
     with closing(replicated(model, (1, 2), executor=InterleavedExecutor(seed))) as pipe:
         pipe.forward_backward(x, target=t, loss_fn=F.mse_loss, reduction="batch")
@@ -189,7 +184,6 @@ class CountingMode(TorchDispatchMode):
     ],
 )
 def test_losses_are_taken_in_the_order_of_micro_batches(replicas, mode, executor):
-    torch.manual_seed(3)
     plain, called = Net(), []
     model = copy.deepcopy(plain)
     count = sum(replicas)
@@ -215,9 +209,7 @@ def test_losses_are_taken_in_the_order_of_micro_batches(replicas, mode, executor
 
 @pytest.mark.parametrize("seed", range(6))
 def test_weights_are_updated_once_all_replicas_have_gone_back(seed):
-    torch.manual_seed(3)
-    plain = Net()
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain := Net())
     want = torch.optim.SGD(plain.parameters(), lr=0.1)
     with closing(replicated(model, (3, 2), executor=InterleavedExecutor(seed))) as pipe:
         have = StageOptimizer(pipe, torch.optim.SGD, overlap=True, lr=0.1)
@@ -233,9 +225,7 @@ def test_weights_are_updated_once_all_replicas_have_gone_back(seed):
 
 
 def test_micro_batches_that_are_handed_over_go_round():
-    torch.manual_seed(3)
-    plain = Net()
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain := Net())
     with closing(replicated(model, (2, 1))) as pipe:
         parts = [(torch.randn(size, 6), torch.randn(size, 6)) for size in (2, 3, 1, 4, 2)]
         pipe.forward_backward(micro_batches=parts, loss_fn=F.mse_loss)
@@ -248,9 +238,7 @@ def test_micro_batches_that_are_handed_over_go_round():
 
 
 def test_what_pipedreams_planner_chooses_for_devices_of_one_process_runs():
-    torch.manual_seed(3)
-    plain = narrow_then_wide()
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain := narrow_then_wide())
     x, t = torch.randn(24, 4), torch.randn(24, 4)
     options = {"balance": "pipedream", "hardware": hardware(Link(1e8)), "example_args": (x,), **QUICK}
     with fxpipe.pipeline(model, ["cpu"] * 4, 6, **options) as pipe:
@@ -268,7 +256,6 @@ def test_what_pipedreams_planner_chooses_for_devices_of_one_process_runs():
 
 
 def test_a_plan_of_data_parallelism_runs_as_replicas_that_take_turns():
-    torch.manual_seed(3)
     plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     x, t = torch.randn(24, 4), torch.randn(24, 4)
     fast = {"hardware": hardware(Link(1e12)), "example_args": (x,), "chunks": 2, "balance": "pipedream", **QUICK}

@@ -227,7 +227,6 @@ def test_a_stream_that_ends_within_a_round_is_updated_by_the_mean_of_what_came(r
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 3)])
 def test_another_shape_ends_the_rounds_before_it(replicas):
     """In the middle of a round: then turns of replicas and rounds do not begin together any more."""
-    torch.manual_seed(0)
     plain = nn.Sequential(Rows(), Rows())
     short, long = batches(7), [(torch.randn(6, 2, WIDTH), torch.randn(6, 2, WIDTH)) for _ in range(10)]
     with piped(copy.deepcopy(plain), replicas) as pipe:

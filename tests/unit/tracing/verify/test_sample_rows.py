@@ -167,7 +167,6 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize(("model", "shape"), [(Masked, (8, 5, 6)), (Wide, (8, 5))])
 def test_samples_that_act_on_each_other_in_attention(model, shape):
-    torch.manual_seed(0)
     x = torch.randint(100, shape) if model is Wide else torch.randn(shape)
     with pytest.raises(ArgumentError, match="put together"):
         fxpipe.trace(model().eval(), (x,))
