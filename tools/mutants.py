@@ -588,6 +588,12 @@ RUNTIME = (
     ),
     Mutant(
         "tracing/record/opaque_call.py",
+        "values, args, kwargs = args\n        with _Lifted(held, values):",
+        "values, args, kwargs = args\n        with _Lifted(held, [t.detach() for t in values]):",
+        "behaviour/test_whole.py::test_functions_of_vmap_have_the_tensors_of_the_micro_batch_in_their_closures",
+    ),
+    Mutant(
+        "tracing/record/opaque_call.py",
         "(own, plain), {}, [*own, *shared])",
         "(own, plain), {}, own)",
         "attacks/test_tensor_hooks.py",

@@ -947,7 +947,10 @@ BY_ITSELF: dict[str, tuple[Any, str]] = {
     "hidden value": (Hidden, r"\(bool\) that depends on the inputs and 'first.bias'"),
     "hook on a tensor": (lambda: Inner(_with_hooks), "puts a hook on a tensor"),
     "autograd.grad": (lambda: Inner(_of_grad), "runs autograd inside forward"),
-    "vmap": (lambda: Inner(lambda m, x: torch.vmap(m.lin)(x)), "transform of torch.func|runs vmap"),
+    "a transform": (
+        lambda: Inner(lambda m, x: x * torch.func.grad(lambda h: m.lin(h).sin().sum())(x)),
+        "transform of torch.func",
+    ),
 }
 
 
@@ -967,6 +970,28 @@ def test_kept_whole_by_itself(name):
         assert reason.startswith("module 'inner' is kept whole: the model in module 'inner")
         assert re.search(why, reason), reason
         assert "test_whole.py:" in reason
+
+
+class Attends(Layered, query=6, key=6, weight=lambda: nn.Parameter(torch.randn(6))):
+    """Functions with tensors of forward and of the module in closures, as masks of Gemma 3 have them."""
+
+    def forward(self, x):
+        query, key = self.query(x), self.key(x)
+
+        def score(one, other):
+            return (query[one] * key[one] * self.weight).sum() + (query[one, other] > 0)
+
+        scores = torch.vmap(torch.vmap(score, (None, 0)), (0, None))(torch.arange(len(x)), torch.arange(x.shape[1]))
+        return scores * torch.func.vmap(lambda row: row * self.weight)(key)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_functions_of_vmap_have_the_tensors_of_the_micro_batch_in_their_closures(chunks):
+    plain = copy.deepcopy(model := Attends())
+    with fxpipe.pipeline(model, workers(2), chunks, example_args=(x(),)) as pipe:
+        assert pipe.plan.why == ()
+        for batch in (6, 4, 6):
+            assert_step(pipe, plain, x(batch))
 
 
 def test_draws_inside_of_a_module_kept_whole_are_its_own():

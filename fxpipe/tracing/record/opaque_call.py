@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below, version_of
@@ -47,7 +48,7 @@ from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import hidden_tensors, storage_of, tensors_in
 from fxpipe.utils.locks import call_in_forked_child
 from fxpipe.utils.python_objects import NotKept, equal_values
-from fxpipe.utils.pytree import StructureError, flatten_dataclasses, leaves_by_structure
+from fxpipe.utils.pytree import StructureError, flatten_dataclasses, leaves_by_structure, map_tensor_leaves
 
 F = TypeVar("F", bound=Callable[..., Any])
 # (tensors that the node gets in addition to the arguments, arguments, keyword arguments) -> result
@@ -96,10 +97,11 @@ def call_function(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     in_module: bool = False,
+    lifts: bool = False,
 ) -> tuple[Any, fx.Node]:
     """Calls a function as one node; see `call_opaque`."""
     recorder.sizes.read_captured(function)
-    return call_opaque(recorder, lambda _, a, k: function(*a, **k), name, [], args, kwargs, in_module)
+    return call_opaque(recorder, lambda _, a, k: function(*a, **k), name, [], args, kwargs, in_module, lifts=lifts)
 
 
 def leaf(function: F) -> F:
@@ -158,6 +160,7 @@ def call_opaque(
     kwargs: dict[str, Any],
     in_module: bool = False,  # the call can use outside tensors if the module around it is kept opaque
     final: bool = True,  # the user requested the node, so a refusal ends the search
+    lifts: bool = False,  # tensors in closures become arguments
 ) -> tuple[Any, fx.Node]:
     """Runs an opaque call and adds a node `name(tensors, leaves of arguments)`, which returns the result's leaves."""
 
@@ -247,6 +250,9 @@ def call_opaque(
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
         moved = list(map(storage_of, own)) != storages
     if outside := opaque.known_tensors or external:
+        if lifts and not (random or rolled) and all(recorder.knows(t) or recorder.names.own(t) for t in outside):
+            held = [*dict.fromkeys(outside)]
+            return call_opaque(recorder, _with_lifted(run, held), name, tensors, (held, args, kwargs), {}, in_module)
         created = {"a tensor that forward has made" for t in outside if recorder.knows(t)}
         own_names = [recorder.names.own(t) for t in outside if not recorder.knows(t)]
         names = created.union("a tensor of its own" if one is None else repr(one) for one in own_names)
@@ -283,6 +289,29 @@ def call_opaque(
     )
     recorder.keep(outputs, node)
     return pytree.tree_unflatten(outputs, first[0]), node
+
+
+class _Lifted(TorchFunctionMode):
+    """Gives functions other tensors in place of those that a closure holds."""
+
+    def __init__(self, held: Sequence[torch.Tensor], values: Sequence[torch.Tensor]):
+        super().__init__()
+        self._values = {id(tensor): value for tensor, value in zip(held, values, strict=True)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = map_tensor_leaves(lambda tensor: self._values.get(id(tensor), tensor), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _with_lifted(run: OpaqueRun, held: Sequence[torch.Tensor]) -> OpaqueRun:
+    """Returns `run` with values for tensors that its closures hold, as the first argument: they differ in each call."""
+
+    def lifted(tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values, args, kwargs = args
+        with _Lifted(held, values):
+            return run(tensors, args, kwargs)
+
+    return lifted
 
 
 def _is_used(node: fx.Node) -> bool:

@@ -120,7 +120,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         if is_elsewhere() or is_in_functorch_transform():
             return map_batch(function, *settings, *args, **kwargs)
         mapped = functools.partial(map_batch, function, *settings)
-        return call_function(recorder, mapped, "vmap", args, kwargs, in_module=True)[0]
+        return call_function(recorder, mapped, "vmap", args, kwargs, in_module=True, lifts=True)[0]
 
     def told_of(bytes_of: Callable[[torch.UntypedStorage], int]) -> Callable[[torch.UntypedStorage], int]:
         def method(storage: torch.UntypedStorage) -> int:

@@ -179,7 +179,10 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "autograd.grad": (
         lambda m, x: torch.autograd.grad(F.dropout(m.lin(x)).sum(), m.lin.weight)[0], "runs autograd", "outside",
     ),
-    "vmap": (lambda m, x: torch.vmap(m.lin)(x), "runs vmap, kept whole, which uses 'inner.lin.bias'", "as arguments"),
+    "vmap": (
+        lambda m, x: torch.vmap(lambda row: row * _elsewhere_with_grad)(x),
+        "runs vmap, kept whole, which uses a tensor of its own", "as arguments",
+    ),
     "func.jacrev": (lambda m, x: torch.func.jacrev(m.lin)(x), "transform of torch.func", ""),
     "tensor from numpy": (lambda m, x: m.lin(x) + torch.from_numpy(np.ones(6)), "unknown origin", "nor a compiled"),
     "traced function": (lambda m, x: _scripted(m.lin(x)) + 1, "unknown origin", "a compiled or scripted function"),
@@ -339,12 +342,12 @@ def test_interrupt_passes_and_leaves_no_patch():
 
 def test_the_error_names_the_module():
     def forward(m, x):
-        return _elsewhere_with_grad * torch.vmap(m.lin)(x)
+        return torch.vmap(lambda row: row * _elsewhere_with_grad)(x)
 
     with pytest.raises(TraceError) as caught:
         trace(Outer(inner=Forward(forward)), (x(),))
     said = str(caught.value)
-    assert "the model in module 'inner' runs vmap, kept whole, which uses 'inner.lin.bias'" in said
+    assert "the model in module 'inner' runs vmap, kept whole, which uses a tensor of its own" in said
     assert "further on: the model in module 'inner' runs Forward, kept whole, which uses a tensor of its own" in said
     assert _names_line_of(forward, said)
 
