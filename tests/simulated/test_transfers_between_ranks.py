@@ -164,10 +164,7 @@ def train_with_fault(mesh, lines):
 def test_a_planted_fault_is_seen_and_nothing_else_is(two_devices, name):
     lines, kind = FAULTS[name]
     seen = [text for texts in two_devices.run(train_with_fault, lines) for text in texts]
-    if kind:
-        assert any(text.startswith(kind) for text in seen), seen
-    else:
-        assert seen == []
+    assert any(text.startswith(kind) for text in seen) if kind else seen == [], seen
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -251,8 +251,10 @@ def call_opaque(
         moved = list(map(storage_of, own)) != storages
     if outside := opaque.known_tensors or external:
         if lifts and not (random or rolled) and all(recorder.knows(t) or recorder.names.own(t) for t in outside):
-            held = [*dict.fromkeys(outside)]
-            return call_opaque(recorder, _with_lifted(run, held), name, tensors, (held, args, kwargs), {}, in_module)
+            lifted = [*dict.fromkeys(outside)]
+            return call_opaque(
+                recorder, _with_lifted(run, lifted), name, tensors, (lifted, args, kwargs), {}, in_module
+            )
         created = {"a tensor that forward has made" for t in outside if recorder.knows(t)}
         own_names = [recorder.names.own(t) for t in outside if not recorder.knows(t)]
         names = created.union("a tensor of its own" if one is None else repr(one) for one in own_names)
