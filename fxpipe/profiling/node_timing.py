@@ -127,6 +127,7 @@ class TimingRounds:
     kind: dict[fx.Node, Hashable] = field(default_factory=dict)  # the key of its samples
     values: dict[fx.Node, NodeValue] = field(default_factory=dict)  # alive in this round: leaves of autograd
     _written: set[int | None] = field(init=False)  # alias classes
+    _exact: set[fx.Node] = field(default_factory=set)  # indices or masks are computed from these values
     _number: Counter[Hashable] = field(default_factory=Counter)  # number of nodes of a kind
     _back: BackwardQueue = field(init=False)
     _chosen: set[fx.Node] = field(default_factory=set)  # nodes to sample in this round
@@ -143,6 +144,9 @@ class TimingRounds:
         # Python and sizes may depend on values, and a loss reads outputs.
         if self.keeps_outputs or any(runs_python(n) or info(n).is_data_dependent for n in self.traced.nodes):
             self._room = 0
+        for node in reversed(self.effects.nodes):
+            if node in self._exact or any(not one.dtype.is_floating_point for one in info(node).shapes):
+                self._exact.update(node.all_input_nodes)
 
     def round(self) -> bool:
         """Runs another round if any node needs a sample; returns whether it did."""
@@ -202,7 +206,7 @@ class TimingRounds:
             return {*nodes}
         needed = {*self._chosen}
         for node in reversed(nodes):
-            if node in needed and (node in self._chosen or self.kind[node] not in self._kept):
+            if node in needed and (node in self._chosen or node in self._exact or self.kind[node] not in self._kept):
                 needed.update(node.all_input_nodes)
         return needed
 
@@ -230,7 +234,8 @@ class TimingRounds:
             result = self._sample(node, written, samples)
         if result is None and not written and not self.keeps_outputs and all(n.op == "output" for n in node.users):
             return
-        if result is None and self.kind[node] in self._kept and self.effects.alias[node] not in self._written:
+        is_noise = node not in self._exact and self.effects.alias[node] not in self._written
+        if result is None and is_noise and self.kind[node] in self._kept:
             result = (self._kept[self.kind[node]],)
         if result is None or written:
             function, args, kwargs = self._bound(node, self.values)

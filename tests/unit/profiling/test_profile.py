@@ -560,16 +560,14 @@ def asleep(h: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_leaf_that_sleeps_costs_what_a_step_waits_for_it() -> None:
-    class Sleeps(Layered, one=4, two=4):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.two(asleep(self.one(x)))
-            return out
-
-    x = torch.randn(4, 4)
-    costs = by_name(profiled(Sleeps(), x))
+    costs = by_name(profiled(Of(lambda module, x: asleep(x * module.weight)), torch.randn(4, 4)))
     waits = max(costs.values(), key=lambda cost: cost.forward.at(4))
-    assert "asleep" in waits.name
-    assert waits.forward.at(4) >= 0.02
+    assert ("asleep" in waits.name, waits.forward.at(4) >= 0.02) == (True, True)
+
+
+def test_indices_are_made_of_their_own_values_and_not_of_others_of_the_same_kind() -> None:
+    picks = Of(lambda _, x: (x * 3).gather(1, (x.frac() * 3).long()))  # `x * 3` would be out of range
+    assert len(profiled(picks, torch.rand(4, 3) + 9).nodes) == 5
 
 
 def test_modules_kept_whole_with_other_settings_are_of_other_kinds() -> None:
