@@ -259,7 +259,7 @@ def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
         node = todo.pop()
         if node not in dependencies:
             dependencies[node] = None
-            if info(node).number is None or info(node).is_data_dependent:
+            if info(node).number is None or info(node).is_float_number or info(node).is_data_dependent:
                 todo.extend(node.all_input_nodes)
     return dependencies
 

@@ -184,7 +184,7 @@ def test_function_that_goes_over_the_samples_as_a_leaf():
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "scaled by the micro-batch": (
-        lambda m, x: m.lin(m.lin(x) / len(x)), ArgumentError,
+        lambda m, x: m.lin(m.lin(x) * torch.tensor([1.0 / len(x)])), ArgumentError,
         "outputs of micro-batches, put together, are not the output",
     ),
     "rows that depend on values": (
