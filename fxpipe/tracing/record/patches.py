@@ -5,7 +5,8 @@
 - applications of an `autograd.Function`, as one node each; functions of `torch.utils.checkpoint` are bypassed;
 - attributes of modules that forward reads (`dropout.p`), and the Python that runs (`python_reads`);
 - the bytes of storages, which depend on sizes of tensors;
-- `len`, which returns a size; C code would get a plain number.
+- `len`, which returns a size; C code would get a plain number;
+- `torch.Tensor(...)`, which calls `torch.tensor` or `torch.empty`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fxpipe._torch.autograd_functions import (
     intercept_vmap,
     is_in_functorch_transform,
 )
+from fxpipe._torch.functions import takes_only_arrays
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, hook_stores
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.tracing.forward_rng import python_draws
@@ -65,7 +67,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
     PATCH_TURN.acquire()
     outer, active.recorder = active.recorder, recorder
     recorder.replacements[torch.autograd.grad] = functools.partial(differentiate, recorder)
-    module_call, module_setattr = nn.Module.__call__, nn.Module.__setattr__
+    module_call, module_setattr, make_tensor = nn.Module.__call__, nn.Module.__setattr__, torch.Tensor.__new__
 
     def is_elsewhere() -> bool:
         return threading.get_ident() != here or recorder.paused > 0
@@ -96,6 +98,14 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         result, random, _ = recorder.run_opaque(plain, (function, *values[0]), values[1])
         _add_application(recorder, plain, function, node_args, node_kwargs, result, random)
         return result
+
+    def new_tensor(kind: type[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kind is torch.Tensor and not (kwargs or is_elsewhere()):
+            if len(args) == 1 and (type(args[0]) in (list, tuple) or takes_only_arrays(args, {})):
+                return torch.tensor(args[0], dtype=torch.get_default_dtype())
+            if all(isinstance(size, (int, tuple)) for size in args):
+                return torch.empty(*args or (0,))
+        return make_tensor(kind, *args, **kwargs)
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
         is_plain = name not in MODULE_DICT_KEYS and not isinstance(value, (nn.Module, nn.Parameter))
@@ -149,6 +159,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         *whole_methods(recorder),
         *((owner, name, noting_draws(getattr(owner, name))) for owner, name in generators),
         (builtins, "len", _length),
+        (torch.Tensor, "__new__", staticmethod(new_tensor)),
         *((storage, name, told_of(getattr(storage, name))) for name in ("nbytes", "__len__", "data_ptr")),
         (nn.Module, "__getattribute__", getattribute),
         (nn.Module, "__setattr__", set_attribute),
