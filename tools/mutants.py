@@ -587,6 +587,12 @@ RUNTIME = (
         "behaviour/test_whole.py::test_a_method_of_a_large_module_is_kept_whole_in_its_place",
     ),
     Mutant(
+        "tracing/record/patches.py",
+        "return NotKept(full_name) if type(value) in (int, float) else value",
+        "return value",
+        "behaviour/test_overwritten_attributes.py::test_a_counter_that_forward_does_not_use_is_not_kept",
+    ),
+    Mutant(
         "tracing/record/opaque_call.py",
         "values, args, kwargs = args\n        with _Lifted(held, values):",
         "values, args, kwargs = args\n        with _Lifted(held, [t.detach() for t in values]):",

@@ -39,7 +39,7 @@ class BoundProgram:
     state: ThreadState  # the caller's
     constants: dict[str, torch.Tensor]  # tensors in lists, tuples and dicts of the model, by name
     left_attribute_dims: Mapping[str, int | str] = field(default_factory=dict)  # for attributes that forward sets
-    overwritten: tuple[str, ...] = ()  # attributes that forward sets before it reads them; a step does not keep them
+    overwritten: tuple[str, ...] = ()  # attributes that forward sets before it reads them, or counts in; not kept
     told: frozenset[int] = frozenset()  # output leaves that the user has said how to combine
     combinations: tuple[OutputCombination, ...] = ()  # for outputs combined from pieces
     update: StateUpdate | None = None  # state that changes once for the mini-batch

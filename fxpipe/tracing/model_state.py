@@ -208,6 +208,7 @@ class Snapshot:
     model: nn.Module
     slots: dict[Slot, torch.Tensor]
     written_attributes: list[str] = field(default_factory=list)  # values that are not tensors: counters, caches
+    _numbers: set[str] = field(default_factory=set)  # those that are numbers
     refilled_containers: list[str] = field(default_factory=list)  # lists and dicts that hold other tensors
     # Path of a module, one of its dicts (attributes, parameters, ...), a copy of the dict.
     dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
@@ -293,6 +294,8 @@ class Snapshot:
                 is_unchanged = old is now or isinstance(now, torch.Tensor) or are_equal_plainly(old, now)
                 if key not in COMPUTATION_ATTRIBUTES and not is_unchanged:
                     self.written_attributes.append(f"{path}.{key}" if path else key)
+                    if type(old) in (int, float) and isinstance(now, (int, float)):
+                        self._numbers.add(self.written_attributes[-1])
             store.clear()
             store.update(before)
         for name, container, before in self._containers:
@@ -359,6 +362,7 @@ class Snapshot:
                 f"forward changes the attribute {written[0]!r}, which is no tensor: a graph cannot "
                 "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward",
                 is_final=True,
+                counters=frozenset(written if self._numbers.issuperset(written) else ()),
             )
 
 

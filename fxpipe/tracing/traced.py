@@ -98,6 +98,7 @@ class RecordingOptions:
     locates_draws: bool = False  # after each module, is it asked whether Python has drawn random numbers?
     draws_for_python: bool = False  # torch draws the numbers that forward draws with Python or numpy
     may_overwrite: bool = False  # forward may overwrite attributes that it has not read
+    counters: frozenset[str] = frozenset()  # numbers that forward adds to and does not use otherwise
     keeps_saved: bool = False  # tensors that autograd saves, since forward runs it
     reads_sequences: bool = False  # forward reads lists and tuples inside results of modules kept whole
     records_packing: bool = True  # functions on packed sequences are nodes
@@ -217,7 +218,7 @@ class Traced:
     uneven_outputs: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes are not proportional to the batch
     marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order
     tied: frozenset[str] = frozenset()  # attributes that forward sets to tensors that require grad
-    overwritten: tuple[str, ...] = ()  # attributes that forward sets before it reads them; a step does not keep them
+    overwritten: tuple[str, ...] = ()  # attributes that forward sets before it reads them, or counts in; not kept
     left_attribute_dims: Mapping[str, int | str] = field(default_factory=dict)  # combination of each value in `left`
     print_lines: tuple[str, ...] = ()  # source lines of prints in forward, which steps do not run
     ended_modules: tuple[str, ...] = ()  # paths of modules, in the order in which they returned

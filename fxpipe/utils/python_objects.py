@@ -208,7 +208,7 @@ def equal_values(left: Any, right: Any) -> bool:
 
 
 class NotKept:
-    """Takes the place of an attribute whose value does not belong to the call. Any use of it is an error.
+    """Takes the place of an attribute whose value does not belong to the call. Any use is an error, except to count on.
 
     Args:
         name: of the attribute.
@@ -232,6 +232,9 @@ class NotKept:
             f"forward sets {self._name!r} in each call, and {self._why}: let forward return it, or call the plain model"
         )
 
+    def _count(self, number: Any) -> NotKept:
+        return self if isinstance(number, (int, float)) else self._refuse()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a protocol of Python
             raise AttributeError(name)
@@ -244,7 +247,8 @@ class NotKept:
                 value._refuse()
 
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __eq__ = _refuse
-    __int__ = __float__ = __index__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
+    __int__ = __float__ = __index__ = __radd__ = __mul__ = __rmul__ = _refuse
+    __add__ = __sub__ = _count
     __hash__ = None  # type: ignore[assignment]
 
 

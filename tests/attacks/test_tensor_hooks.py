@@ -210,8 +210,7 @@ class Features(Layered, body=8, head=8):
 @pytest.mark.parametrize("put", [lambda x: x.register_hook(clamp), lambda x: x.retain_grad()])
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
 def test_hooks_on_outputs_see_the_whole_gradient_or_are_refused(devices: list[str], put: Any) -> None:
-    model = Features()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Features())
     with fxpipe.pipeline(model, devices, 2, example_args=(inputs(0),), progress=False) as pipe:
         outputs, expected = pipe(inputs(1)), plain(inputs(1))
         with pytest.raises(StateError, match=r"uses the output 0 \(body\) further, and a hook on it"):

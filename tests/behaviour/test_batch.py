@@ -147,8 +147,7 @@ class Squeezes(Layered, a=4, b=4):
     ids=["all", "head", "first", "both"],
 )
 def test_squeeze_leaves_micro_batches_of_one_sample_their_batch(shape, out, squeeze, example):
-    model = Squeezes(squeeze=squeeze, b=nn.Linear(4, out))
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Squeezes(squeeze=squeeze, b=nn.Linear(4, out)))
     with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(torch.randn(example, *shape),)) as pipe:
         for samples in SIZES:
             x = torch.randn(samples, *shape)

@@ -77,8 +77,7 @@ CHANGES: dict[str, Callable[[Changing], Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_followed(name):
-    plain = Changing()
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain := Changing())
     with fxpipe.pipeline(model, ["cpu", "cpu"], 1) as pipe:
         assert_step(pipe, plain, torch.randn(8, 6))
         for m in (model, plain):

@@ -366,8 +366,7 @@ def test_a_mask_of_another_length_is_the_models_own_error() -> None:
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return self.last(self.first(x) * mask[..., None])
 
-    model = Masked()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Masked())
     with pipe_of(model, torch.randn(4, 7, D), torch.ones(4, 7)) as pipe:
         for length in (9, 12, 5):
             assert_outputs(pipe, plain, torch.randn(4, length, D), torch.ones(4, length))
@@ -389,8 +388,7 @@ BOTH = {"x": {0: "batch", 1: "length"}, "bias": {0: "length", 1: "length"}}
 
 @pytest.mark.parametrize(("shapes", "graphs"), [(None, 2), (BOTH, 1)], ids=["found", "named"])
 def test_an_input_without_samples_may_be_of_each_length(shapes: Any, graphs: int) -> None:
-    model = Biased()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Biased())
     with pipe_of(model, torch.randn(4, 7, D), torch.randn(7, 7), dynamic_shapes=shapes) as pipe:
         for samples, length in ((4, 9), (4, 4), (5, 12), (2, 5)):  # four of them are as many as the samples
             assert_outputs(pipe, plain, torch.randn(samples, length, D), torch.randn(length, length))
@@ -431,8 +429,7 @@ def test_many_graphs_for_sizes_are_warned_of_once(function: Function, step: int,
 
 @pytest.mark.anywhere
 def test_a_loss_in_the_model_is_that_of_the_mini_batch_at_every_size() -> None:
-    model = WithLoss()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := WithLoss())
 
     with pipe_of(model, *ids_and_labels(4, 7)) as pipe:
         for length in (7, 12, 5, 16, 9):

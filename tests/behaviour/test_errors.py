@@ -344,8 +344,7 @@ def test_a_plan_and_defaults_written_out():
     "options", [{"balance": [1, 1]}, {"balance": ["nowhere"]}, {"in_dims": 5}, {"out_dims": "median"}, {"in_dims": "x"}]
 )
 def test_a_refused_pipe_leaves_the_model_as_it_was(options):
-    model = _norms()
-    before = copy.deepcopy(model)
+    before = copy.deepcopy(model := _norms())
     places = [p.data_ptr() for p in model.parameters()]
     x = _x()
     state = torch.random.get_rng_state()

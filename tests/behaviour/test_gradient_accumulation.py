@@ -162,8 +162,7 @@ def test_the_plan_is_one_of_such_micro_batches() -> None:
 
 @pytest.mark.anywhere
 def test_micro_batches_and_mini_batches_take_turns() -> None:
-    model = Normed()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Normed())
     with fxpipe.pipeline(model, workers(2), chunks=2) as pipe:
         for _ in range(2):
             for one in (plain, pipe):
@@ -231,8 +230,7 @@ def of_samples(plain: nn.Module, micro_batches: Any) -> torch.Tensor:
 def test_losses_are_weighted_by_what_loss_fn_returns_or_by_samples(
     kind: Any, make: Any, loss_fn: Any, loss_of: Any
 ) -> None:
-    model = kind()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := kind())
     with fxpipe.pipeline(model, workers(2)) as pipe:
         for sizes in STEPS:
             micro_batches = make(sizes)
@@ -272,8 +270,7 @@ def test_inputs_that_require_grad_get_theirs() -> None:
         def forward(self, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
             return super().forward(torch.cat([prompt.expand(len(x), -1, -1), x], 1))
 
-    model = Prompted()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Prompted())
     leaves = {name: [torch.randn(*shape, D).requires_grad_() for shape in ((2, 7), (3, 4), (1, 1))] for name in "ab"}
     for ours, theirs in zip(*leaves.values(), strict=True):
         ours.data.copy_(theirs.data)
@@ -300,8 +297,7 @@ class Writing(Plain):
 
 @pytest.mark.anywhere
 def test_what_forward_writes_to_inputs_and_leaves_in_attributes_is_the_loops() -> None:
-    model = Writing()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Writing())
     with fxpipe.pipeline(model, workers(2)) as pipe:
         for sizes in STEPS:
             xs = [x for x, _ in batches_of(sizes)]
@@ -336,8 +332,7 @@ def test_structure_and_dtype_may_differ() -> None:
             return self.last(h if mask is None else h * mask[..., None])
 
     torch.manual_seed(0)
-    model = Optional()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Optional())
     ids = [torch.randint(0, 20, (2, length)) for length in (5, 7, 3, 3)]
     inputs: list[Any] = [
         {"ids": ids[0]},

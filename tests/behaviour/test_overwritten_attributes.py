@@ -87,12 +87,41 @@ def test_it_is_recorded(name: str) -> None:
             torch.testing.assert_close(pipe(x), want)
             pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
             assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
-            for use in (bool, len, list, lambda value: value[0], lambda value: value + 1, lambda value: value.hidden):
+            for use in (bool, len, list, lambda value: value[0], lambda value: value * 2, lambda value: value.hidden):
                 with pytest.raises(StateError, match=rf"'{attribute}' in each call.*let forward return it"):
                     use(getattr(owner, key))
         assert attribute in repr(pickle.loads(pickle.dumps(copy.deepcopy(getattr(owner, key)))))
         assert model(x).shape == (4, 8)
         assert type(getattr(owner, key)).__name__ != "NotKept"
+
+
+class Counter(nn.Module):
+    """Counts calls and samples, as right-hand sides of differential equations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.samples = nn.Linear(8, 8), 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.samples = self.samples + len(x)
+        y: torch.Tensor = self.layer(x).tanh()
+        return y
+
+
+def test_a_counter_that_forward_does_not_use_is_not_kept() -> None:
+    model = Model(lambda m, x: m.second(m.first(m.first(x))), first=Counter())
+    plain, other = copy.deepcopy(model), Model(lambda m, x: x * (m.first(x) * 0 + m.first.calls), first=Counter())
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 8),)) as pipe:
+        assert (model.first.calls, pipe.plan.whole) == (0, ())
+        for samples in (4, 6, 4):
+            x = torch.randn(samples, 8)
+            torch.testing.assert_close(pipe(x), plain(x))
+            with pytest.raises(StateError, match=r"'first.calls' in each call.*let forward return it"):
+                int(model.first.calls)
+            model.first.calls = 0
+    with pytest.raises(FxpipeError, match=r"changes the attribute 'first.calls'"):
+        fxpipe.trace(other, (torch.randn(4, 8),))
 
 
 def _counts_in_dict(m: Any, x: torch.Tensor) -> torch.Tensor:

@@ -125,8 +125,7 @@ def test_attributes_methods_signature_state_and_prints_are_the_models():
 
 
 def test_what_is_set_on_either_is_set_on_both():
-    model = Model()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model())
     with pipe_of(model) as pipe:
         pipe.factor = 2.0
         pipe.note = "mine"
@@ -143,8 +142,7 @@ def test_what_is_set_on_either_is_set_on_both():
 
 
 def test_methods_call_the_pipe_and_class_methods_and_slices_make_plain_models():
-    model = Model()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model())
     with pipe_of(model) as pipe:
         torch.testing.assert_close(runs_as_pipe(pipe).generate(x(), 3), plain.generate(x(), 3))
         assert CALLS == ["pipe"] * 3
@@ -210,8 +208,7 @@ def test_a_models_own_call_runs_once():
         def __call__(self, h: torch.Tensor) -> Any:
             return super().__call__(h * 2)
 
-    model = Doubling()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Doubling())
     with pipe_of(model) as pipe:
         torch.testing.assert_close(pipe(x()), plain(x()))
         model.register_forward_hook(lambda module, inputs, output: None)
@@ -229,8 +226,7 @@ class WithChild(Model):
 
 
 def test_a_child_called_model_is_the_pipes_too():
-    model = WithChild()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := WithChild())
     with pipe_of(model) as pipe:
         assert pipe.model is model.model
         assert fxpipe.unwrap(pipe) is model
@@ -270,8 +266,7 @@ class OfMetaclass(Model, metaclass=Metaclass):
 
 @pytest.mark.parametrize("kind", [Slotted, Registered, OfMetaclass])
 def test_classes_of_every_make(kind):
-    model = kind()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := kind())
     with pipe_of(model) as pipe:
         assert isinstance(pipe, kind)
         torch.testing.assert_close(pipe(x()), plain(x()))
@@ -303,8 +298,7 @@ class Single(nn.Linear):
 
 @pytest.mark.parametrize("which", ["pipe", "model"])
 def test_parametrizing_either_parametrizes_both(which):
-    model = Single(WIDTH, WIDTH)
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Single(WIDTH, WIDTH))
     with pipe_of(model) as pipe:
         for m in (plain, pipe if which == "pipe" else model):
             parametrizations.weight_norm(m)
@@ -336,8 +330,7 @@ def test_a_pipes_class_becomes_no_other():
 
 
 def test_compiled_code_around_a_pipe_runs_it_as_it_is():
-    model = Model()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model())
     pipe = fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)  # not planned yet
     try:
         compiled = torch.compile(pipe, backend="eager")
@@ -355,8 +348,7 @@ def test_compiled_code_around_a_pipe_runs_it_as_it_is():
 
 
 def test_compile_of_a_pipe_compiles_its_stages():
-    model = Model()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model())
     seen = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

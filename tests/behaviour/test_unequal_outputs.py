@@ -57,8 +57,7 @@ def pipe_of(model: nn.Module) -> Any:
 
 @pytest.mark.anywhere
 def test_equal_sizes_are_put_together_as_the_model_gives_them() -> None:
-    model = Packed()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Packed())
     with pipe_of(model) as pipe:
         for lengths in (EVEN, torch.tensor([2, 6, 6, 1]), torch.tensor([3, 1, 3, 3])):
             for length in (7, 9):
@@ -85,8 +84,7 @@ def test_unequal_sizes_are_refused_and_change_nothing(is_training: bool) -> None
 
 @pytest.mark.anywhere
 def test_a_step_needs_no_output_of_the_mini_batch() -> None:
-    model = Packed()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Packed())
     x, target = torch.randn(4, 7, D), torch.randn(4, D)
     with pipe_of(model) as pipe:
         have = pipe.forward_backward(x, UNEVEN, target=target, loss_fn=loss_of)
@@ -98,8 +96,7 @@ def test_a_step_needs_no_output_of_the_mini_batch() -> None:
 
 
 def test_micro_batches_that_are_handed_over_give_a_list() -> None:
-    model = Packed()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Packed())
     x, target = torch.randn(4, 7, D), torch.randn(4, D)
     calls = [*zip(zip(x.split(2), UNEVEN.split(2), strict=True), target.split(2), strict=True)]
     with pipe_of(model) as pipe:

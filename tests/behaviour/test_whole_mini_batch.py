@@ -74,8 +74,7 @@ MODELS = {
 def test_with_one_micro_batch_any_model_is_the_plain_one(name):
     make, inputs, loss_of = MODELS[name]
     torch.manual_seed(0)
-    model = make()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := make())
     pipe = fxpipe.pipeline(model, DEVICES, chunks=1)
     for samples in (6, 4, 6, 5):
         args = inputs(samples)
@@ -117,8 +116,7 @@ def test_micro_batches_that_are_handed_over_are_those_of_gradient_accumulation(n
     """Each counts the same, if nothing is a mean over samples or samples meet in the loss."""
     make, inputs, loss_of = MODELS[name]
     torch.manual_seed(0)
-    model = make()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := make())
     pipe = fxpipe.pipeline(model, DEVICES, chunks=chunks, schedule="1f1b")
     for _ in range(2):
         calls = [inputs(call) if isinstance(call, int) else tuple(map(torch.randn, call)) for call in sizes]

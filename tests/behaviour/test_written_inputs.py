@@ -224,8 +224,7 @@ def test_what_backward_recomputes_reads_the_input_as_it_was():
             state.add_(1)
             return self.three(h)
 
-    plain = ReadThenWritten()
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain := ReadThenWritten())
     args = example_of(State)
     with fxpipe.pipeline(model, ["cpu"] * 3, 3, example_args=args, checkpoint="always") as pipe:
         pipe(*(a.clone() for a in args)).sum().backward()

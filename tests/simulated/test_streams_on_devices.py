@@ -221,8 +221,7 @@ def _weighted_step(plain, optimizer, x, t):
 )
 def test_steps_come_to_the_weights_of_the_plain_optimizer(kind, overlap, schedule):
     torch.manual_seed(7)
-    plain = Net()
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain := Net())
     want = torch.optim.AdamW(plain.parameters(), **copy.deepcopy(KINDS[kind]))
     with fxpipe.pipeline(model, DEVICES, 3, schedule=schedule, balance=["a", "b"]) as pipe:
         have = StageOptimizer(pipe, torch.optim.AdamW, overlap=overlap, **copy.deepcopy(KINDS[kind]))

@@ -47,6 +47,7 @@ from fxpipe.tracing.record.recorded_sizes import MEMORY, unwrap_sizes
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils.locks import ForkSafeLock
+from fxpipe.utils.python_objects import NotKept
 
 PATCH_TURN = ForkSafeLock()
 _plain_length = builtins.len
@@ -121,6 +122,10 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
             own = object.__getattribute__(module, "__dict__")  # class attributes: see `GraphKey`
             is_asked = recorder.python_reads.is_read_first(own, name, is_in_node=recorder.paused > 0)
         value = object.__getattribute__(module, name)
+        if is_own and recorder.options.counters and threading.get_ident() == here:
+            path = recorder.paths.get(id(module))
+            if (full_name := f"{path}.{name}" if path else name) in recorder.options.counters:
+                return NotKept(full_name) if type(value) in (int, float) else value
         if is_asked and not recorder.paused and name in own:
             recorder.python_reads.add_attribute(own, name)
         return value

@@ -32,7 +32,7 @@ from fxpipe.tracing.record.opaque_call import UNREAD_SEQUENCE, methods_to_keep
 from fxpipe.tracing.record.patches import compile_mode, patch_for_recording
 from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS, Disguise
 from fxpipe.tracing.record.recorder import Recorder
-from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
+from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState, python_rng_error, refuse_model
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, is_user_file, line_of_function
 from fxpipe.tracing.traced import (
     PLAIN_RECORDING,
@@ -110,6 +110,12 @@ def record(
                     options = replace(options, reads_sequences=True)
                 elif recorder.differentiates and not options.keeps_saved:
                     options = replace(options, keeps_saved=True)
+                elif isinstance(error, MakesState) and options.may_overwrite and error.counters - options.counters:
+                    before, options = options, replace(options, counters=error.counters)
+                    with contextlib.suppress(Exception):
+                        return attempt()
+                    options = before
+                    raise
                 elif not isinstance(error, TraceError):
                     if not recorder.sizes.was_refused_as_key:
                         raise
@@ -271,14 +277,17 @@ def _refuse_reshaped(
 
 
 def _overwritten_attributes(snapshot: Snapshot, recorder: Recorder) -> tuple[str, ...]:
-    """Returns the attributes that forward has changed, and that it sets in each call before it reads them."""
+    """Returns the attributes that forward has changed, and that it sets before it reads them, or counts in."""
     modules = dict(recorder.model.named_modules())
     names = []
     for name in dict.fromkeys(snapshot.written_attributes):
         path, _, key = name.rpartition(".")
         module = modules.get(path)
         if module is not None and not any(key in store for store in tensor_stores(module)[:2]):
-            names += [] if recorder.python_reads.is_read_first(module.__dict__, key) else [name]
+            is_read = name not in recorder.options.counters and recorder.python_reads.is_read_first(
+                module.__dict__, key
+            )
+            names += [] if is_read else [name]
     return tuple(names)
 
 

@@ -36,9 +36,10 @@ class CannotRecord(TraceError):
         calls: Mapping[str, int] | None = None,
         source: str = "",  # the user's line that forward could go on from as Python
         reads_size: bool = False,  # forward reads a size that depends on values
+        counters: frozenset[str] = frozenset(),  # numbers that forward changes, if it changes no other attributes
     ):
         super().__init__(message)
-        self.source, self.reads_size = source, reads_size
+        self.source, self.reads_size, self.counters = source, reads_size, counters
         self.modules, self.is_final = modules, is_final
         self.calls = dict(calls or {})
 

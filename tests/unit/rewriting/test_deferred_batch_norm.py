@@ -195,8 +195,7 @@ def test_autocast():
 
 
 def test_the_keys_types_and_values_of_the_state_are_the_models():
-    plain = convolutions()
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain := convolutions())
     types = [type(m) for m in model.modules()]
     buffers = dict(model.named_buffers())
     pipe = fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True, example_args=(torch.randn(8, 3, 8, 8),))

@@ -144,8 +144,7 @@ def test_what_is_summed_may_be_divided_by_numbers_of_its_own():
 
 def test_weights_of_every_kind():
     """One micro-batch has nothing that counts."""
-    model = Tokens().double()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Tokens().double())
     with pipe_of(model) as pipe:
         for name, weight in WEIGHTS.items():
             scale = {"large": 2.0**40, "small": 2.0**-40}.get(name, 1.0)
@@ -159,8 +158,7 @@ def test_weights_of_every_kind():
 
 def test_where_nothing_counts_it_is_as_in_torch():
     """The loss is NaN, the gradients are zeros."""
-    model = Tokens().double()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Tokens().double())
     ids, labels = tokens(), torch.full((8, LENGTH), IGNORED)
     want = token_mean(plain(ids), labels)
     want.backward()
@@ -388,8 +386,7 @@ def _weighed(out, labels):
 @pytest.mark.parametrize("out_dims", ["mean", {"loss": "mean", "logits": 0}], ids=["one", "tree"])
 def test_a_models_own_loss_of_which_the_user_has_said_how_it_goes_together(out_dims):
     """It was an error in the drop-in: the mean over samples of means over tokens may well be what is wanted."""
-    model = OwnLoss().double()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := OwnLoss().double())
     with pipe_of(model, 2, out_dims=out_dims) as pipe:
         ids, labels = tokens(), padded()
         parts = [plain(*part)["loss"] for part in zip(ids.chunk(2), labels.chunk(2), strict=True)]
@@ -537,8 +534,7 @@ def test_a_micro_batch_of_padding_adds_nothing(schedule):
             return torch.zeros((), dtype=logits.dtype), 0
         return F.cross_entropy(logits[mask], labels[mask], reduction="sum"), mask.sum()
 
-    model = Tokens().double()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Tokens().double())
     with pipe_of(model, schedule=schedule) as pipe:
         for lengths in ([0, 0, 1, 2, 0, 0, 3, 4], [1, 2, 3, 4, 4, 3, 0, 0]):
             assert_equal_step(pipe, plain, (tokens(),), padded(8, lengths), loss_fn, token_mean)

@@ -89,8 +89,7 @@ def _without_gradients(h, x):
 @pytest.mark.parametrize("name", READS)
 def test_reads_of_inputs(name):
     between, text = READS[name]
-    model = make_reading(between)
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := make_reading(between))
     with pipe_of(model) as pipe, warnings.catch_warnings():
         warnings.simplefilter("error")
         for x in (positive(), mixed_signs(), -positive(), mixed_signs()):
@@ -124,8 +123,7 @@ def test_reads_of_constants_are_no_guards():
             return h * scale * m.table[0][1].item()
         return h
 
-    model = make_reading(between, table=[table])
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := make_reading(between, table=[table]))
     with pipe_of(model) as pipe:
         for x in (positive(), mixed_signs(5)):
             assert_step(pipe, plain, x)
@@ -151,8 +149,7 @@ def test_the_first_answer_that_differs_ends_the_questions():
             return h
         return h * 2 if x[:, :width].reshape(-1, 3, 2).sum() > 0 else h
 
-    model = make_reading(between)
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := make_reading(between))
     narrow = positive()
     narrow[0, 0] = -1
     with pipe_of(model) as pipe:
@@ -167,8 +164,7 @@ def test_what_is_read_after_a_write_is_what_was_written():
             x.add_(1)
             return self.second(self.first(x).relu() if (x > 0.5).all() else self.first(x))
 
-    model = Model()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model())
     low = torch.full((8, 6), -0.2)
     lower = torch.cat([low[:4], low[4:] - 1])
     with pipe_of(model) as pipe:
@@ -222,8 +218,7 @@ class RaisesLast(Bare):
 
 @pytest.mark.parametrize("kind", [Checks, Asserts, RaisesLast])
 def test_what_only_raises_is_compared_in_the_stages(kind):
-    model = kind()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := kind())
     with pipe_of(model, example_args=(positive(),)) as pipe:
         assert re.search(r"compared in the stages: .*test_guards.py:\d+ is True", pipe.plan.why[-1])
         for x in (mixed_signs(), positive()):
@@ -293,8 +288,7 @@ class Masked(nn.Module):
 
 def test_general_paths_only_where_something_stands_in_the_way():
     for hidden in (False, True):
-        model = Masked(hidden)
-        plain = copy.deepcopy(model)
+        plain = copy.deepcopy(model := Masked(hidden))
         with pipe_of(model) as pipe:
             for x in (positive(), mixed_signs()):
                 assert_step(pipe, plain, x)
@@ -338,8 +332,7 @@ def taking(model: LayerDrop, taken: list[bool], x: torch.Tensor) -> torch.Tensor
 
 
 def test_layer_drop_decides_once_for_a_step_and_by_chance():
-    model = LayerDrop()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := LayerDrop())
     seen = []
     with pipe_of(model) as pipe:
         for step in range(60):

@@ -275,8 +275,7 @@ def _chosen_first(samples: int, **options: Any) -> int:
 
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_a_tiny_first_mini_batch_does_not_bind_later_ones(evaluates: bool) -> None:
-    model = _model()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := _model())
     x, target = _data(32), torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
     with _pipe(model) as pipe:
         with torch.set_grad_enabled(not evaluates):

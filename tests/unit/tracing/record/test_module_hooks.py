@@ -126,8 +126,7 @@ def test_a_module_goes_on_with_what_its_own_hook_keeps():
 
 
 def test_hooks_put_on_taken_off_and_changed_after_planning():
-    model = Model()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model())
     with pipe_of(model, example_args=(x(),)) as pipe:
         handles = []
         for step in range(6):
@@ -235,8 +234,7 @@ def test_hooks_on_the_model_with_kwargs_and_put_on_later():
         def forward(self, x, scale=1.0):
             return self.lin(x).tanh() * scale
 
-    model = Scaled()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Scaled())
 
     def before(module, args, kwargs):
         return args, kwargs | {"scale": 3.0}
@@ -258,8 +256,7 @@ def test_hooks_on_the_model_with_kwargs_and_put_on_later():
 @pytest.mark.parametrize("gradient_of_input", [True, False])
 def test_backward_hooks_on_the_model(gradient_of_input):
     found: dict[str, list[Any]] = {"pipe": [], "plain": []}
-    model = Model()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model())
     for kind, m in (("pipe", model), ("plain", plain)):
 
         def hook(module, grad_input, grad_output, kind=kind):
@@ -297,8 +294,7 @@ HOOKS_ON_MODEL = ("register_forward_hook", "register_forward_pre_hook", "registe
 
 @pytest.mark.parametrize("add", HOOKS_ON_MODEL)
 def test_forward_backward_makes_no_mini_batch_for_hooks_on_the_model(add):
-    model = Model()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model())
     handle = getattr(model, add)(lambda *_: None)
     with pipe_of(model) as pipe:
         with pytest.raises(StateError, match=r"the model has the hook .*hook.remove\(\)"):
