@@ -326,7 +326,7 @@ class _Step:
                     draws = SeededDraws(mix_seed(seed, i), device, DrawStream(seed), self.traced)
                     in_node = partial(getattr, draws, "is_inside")
                     options = self.traced.recording_options
-                    python = python_draws(in_node, torch.Tensor.item) if options.draws_for_python else []
+                    python = python_draws(model, in_node, torch.Tensor.item) if options.draws_for_python else []
                     with draws, replaced(python), draws.as_one_node(model, self.opaque):
                         output = model(*call.args, **call.kwargs)
                     loss, weight = weighted_sum(output), None

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from fxpipe._torch.functions import opname
 from fxpipe._torch.module_internals import STORE_NAMES
@@ -81,28 +81,43 @@ class DrawFromStream(TorchFunctionMode):
 
 
 def python_draws(
-    is_elsewhere: Callable[[], bool], result_of: Callable[[torch.Tensor], Any]
+    model: nn.Module, is_elsewhere: Callable[[], bool], result_of: Callable[[torch.Tensor], Any]
 ) -> list[tuple[Any, str, Any]]:
     """Returns replacements of functions of Python and numpy that draw one number: (module, name, function).
 
     They draw with torch, and return `result_of` the number. `is_elsewhere`: whether Python's function draws instead.
     """
 
+    # A loss times a number of Python's has the dtype of the loss; a tensor with more digits would change it.
+    dtypes = {p.dtype for p in model.parameters()}
+    dtype = torch.float64 if torch.float64 in dtypes or not dtypes else torch.float32
+
     def draw(low: Any = 0.0, high: Any = 1.0) -> Any:
-        return low + (high - low) * torch.rand((), dtype=torch.float64)
+        return low + (high - low) * torch.rand((), dtype=dtype)
 
     def patched(home: Any, name: str, most: int) -> tuple[Any, str, Any]:
         plain = getattr(home, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             is_one = len(args) <= most and kwargs.keys() <= {"low", "high"} and not is_elsewhere()
-            return result_of(draw(*args, **kwargs)) if is_one else plain(*args, **kwargs)
+            is_beta = name.startswith("beta")
+            if not is_one or (is_beta and (len(args) < 2 or not all(type(one) in (int, float) for one in args))):
+                return plain(*args, **kwargs)
+            return result_of(draw_beta(args[0], args[1], dtype) if is_beta else draw(*args, **kwargs))
 
         return home, name, call
 
     library = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    of_numpy = [patched(library, name, most) for name, most in (("rand", 0), ("random", 0), ("uniform", 2)) if library]
-    return [patched(random, "random", 0), patched(random, "uniform", 2), *of_numpy]
+    names = (("rand", 0), ("random", 0), ("uniform", 2), ("beta", 2)) if library else ()
+    of_numpy = [patched(library, name, most) for name, most in names]
+    return [patched(random, "random", 0), patched(random, "uniform", 2), patched(random, "betavariate", 2), *of_numpy]
+
+
+def draw_beta(alpha: float, beta: float, dtype: torch.dtype) -> torch.Tensor:
+    """Draws a number from a beta distribution, as mixup does; a function of torch for modes."""
+    if has_torch_function(()):
+        return handle_torch_function(draw_beta, (), alpha, beta, dtype)
+    return torch.distributions.Dirichlet(torch.tensor([alpha, beta], dtype=dtype)).sample()[0]
 
 
 def generator_states() -> list[Any]:

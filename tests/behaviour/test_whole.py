@@ -20,6 +20,7 @@ from helpers.devices import workers
 from helpers.every_cut import EveryCut
 from helpers.layered import Layered
 from helpers.oracle import assert_same_state, assert_step, closing, draw_seed, seeded_opaque_call
+from helpers.traced_models import Forward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -382,12 +383,24 @@ DRAWS += [lambda draw=draw: set_back((np.random.get_state(), random.getstate()),
 @pytest.mark.parametrize("draw", DRAWS)
 def test_numbers_that_the_model_itself_draws_by_python_are_torchs(draw):
     found = []
-    for one in (draw, lambda: torch.rand((), dtype=torch.float64)):
+    for one in (draw, lambda: torch.rand(())):
         torch.manual_seed(0)
         with pipe_of(Draws(Inner(one)), example_args=(given := x(),), leaf_modules=(), checkpoint="always") as pipe:
             losses = [pipe.forward_backward(given, target=given, loss_fn=F.mse_loss) for _ in range(6)]
             found.append([*losses, *(p.grad for p in pipe.parameters())])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("draw", [lambda: np.random.beta(0.4, 0.4), lambda: random.betavariate(1, 0.5)])
+def test_mixup_in_forward(draw):
+    def loss_of(m, x):
+        share, order = draw(), torch.randperm(len(x))
+        mixed = m.lin(share * x + (1 - share) * x[order])
+        return share * F.mse_loss(mixed, x) + (1 - share) * F.mse_loss(mixed, x[order])
+
+    with pipe_of(Forward(loss_of), chunks=1, leaf_modules=()) as pipe:
+        assert all(fxpipe.verify(pipe, x()) for _ in range(2))
+        assert pipe(given := x()) != pipe(given)
 
 
 def test_random_numbers_drawn_for_some_inputs_only_cannot_be_recomputed():

@@ -158,7 +158,9 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
     generators = [(random, "setstate"), *((m.random, "set_state") for m in [sys.modules.get("numpy")] if m is not None)]
     storage: Any = torch.UntypedStorage
     packing = PackingRecorder(recorder, is_elsewhere)
-    draws = python_draws(is_elsewhere, lambda number: number) if recorder.options.draws_for_python else []
+    draws = (
+        python_draws(recorder.model, is_elsewhere, lambda number: number) if recorder.options.draws_for_python else []
+    )
     patches: list[tuple[Any, str, Any]] = [
         *draws,
         *whole_methods(recorder),

@@ -279,7 +279,7 @@ def call_model(traced: Traced, inputs: Sequence[Any], size_note: str = "") -> tu
     copies = as_given(traced.leaves, map(writable_copy, inputs))
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
     options = traced.recording_options
-    draws = python_draws(lambda: False, torch.Tensor.item) if options.draws_for_python else []
+    draws = python_draws(traced.model, lambda: False, torch.Tensor.item) if options.draws_for_python else []
     with DrawFromStream(DrawStream(traced.seed), traced.draws_from_stream), replaced(draws):
         result = hooks.run_model(traced.model, args, kwargs)
     if changed := changed_input_item(traced.model, (args, kwargs), traced.leaves, copies, traced.in_spec):

@@ -8,6 +8,7 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.layered import Layered
@@ -31,12 +32,6 @@ def make_model(forward: Any) -> nn.Module:
     return Forward(forward, out=nn.Linear(6, 6))
 
 
-def np_prod(shape: Any) -> int:
-    import numpy as np
-
-    return int(np.prod(shape))
-
-
 @functools.lru_cache
 def _positions(length: int) -> int:
     return 2 * length
@@ -54,7 +49,7 @@ RIGHT: dict[str, Any] = {
     "view(int)": lambda m, x: m.out(m.lin(x).view(int(x.shape[0]), -1).view(len(x), T, 6)),
     "rows": lambda m, x: m.out(m.lin(x).view(len(x) * T, 6)).view(len(x), T, 6),
     "rows counted": lambda m, x: m.out(m.lin(x).view(count(x) * T, 6)).view(count(x), T, 6),
-    "numpy prod": lambda m, x: m.out(m.lin(x).view(np_prod(x.shape[:2]), 6)).reshape(x.shape),
+    "numpy prod": lambda m, x: m.out(m.lin(x).view(int(np.prod(x.shape[:2])), 6)).reshape(x.shape),
     "arange(len)": lambda m, x: m.out(m.lin(x)[torch.arange(len(x)), 0]),
     "full(len)": lambda m, x: m.out(m.lin(x) + 0 * torch.full((len(x), 1, 1), len(x))),
     "eye": lambda m, x: m.out((torch.eye(len(x)) @ m.lin(x).flatten(1)).view(-1, T, 6)),
@@ -194,13 +189,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 }  # fmt: skip
 
 
-def np_arange(length: int) -> Any:
-    import numpy as np
-
-    return np.arange(length, dtype=np.float32)
-
-
-@pytest.mark.parametrize("values_of", [np_arange, lambda length: [0.5] * length])
+@pytest.mark.parametrize("values_of", [lambda length: np.arange(length, dtype=np.float32), lambda n: [0.5] * n])
 def test_values_made_for_the_samples_by_python_take_a_graph_for_each_size(values_of):
     model = make_model(lambda m, x: m.lin(x) + torch.as_tensor(values_of(len(x)))[:, None, None])
     with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, T, 6),)) as pipe:
