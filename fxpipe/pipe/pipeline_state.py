@@ -112,7 +112,7 @@ class PipelineState(Programs):
         plan, first = self.plan, self.first
         if plan is None or first is None or plan.sizes:
             return plan
-        same = (one for one, _ in reversed(self.graphs) if one.traced.key == first.traced.key)
+        same = (one.prepared for one in reversed(self.graphs) if one.traced.key == first.traced.key)
         prepared = next((one for one in same if one.traced.dynamic.symbols), None)
         if prepared is None:
             return plan

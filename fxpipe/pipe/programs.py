@@ -12,7 +12,7 @@ nodes stay with their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -98,6 +98,7 @@ class CachedGraph(NamedTuple):
 
     prepared: PreparedGraph
     bound: BoundProgram
+    modes: Mapping[nn.Module, bool]  # of the modules for which forward sets it: `self.teacher.eval()`
 
     @property
     def traced(self) -> Traced:
@@ -217,6 +218,7 @@ class Programs:
         self.first: PreparedGraph | None = None
         self.graphs = GraphCache()
         self.closed = False
+        self._modes: dict[nn.Module, bool] = {}  # of all modules, before the last recording
         self.checks_evaluation = plan is None  # predict, with the first plan, if evaluation will be refused
         self._chosen_for = (False, 0)  # (is training, samples) for which the number of micro-batches was chosen
         self._warned: set[str] = set()
@@ -239,8 +241,27 @@ class Programs:
         # `in_one`: forward and backward run in one step. `seed`: of the step; None: the next one of torch's generator.
         seed, graphs = peek_seed() if seed is None else seed, list[CachedGraph]()
         while isinstance(result := self.look_up(calls, is_handed_over, in_one, seed, graphs), MissingGraph):
+            found = self._look_up_in_modes(calls, is_handed_over, in_one, seed)
+            if found is not None:
+                return found
             self.record(result, seed, graphs)
         return result
+
+    def _look_up_in_modes(
+        self, calls: Sequence[ModelCall], is_handed_over: bool, in_one: bool, seed: int
+    ) -> GivenInputs | None:
+        """Looks up a graph whose forward sets modes of modules itself, which `pipe.train()` has set back."""
+        for modes in [graph.modes for graph in self.graphs if graph.modes]:
+            before = {module: module.training for module, flag in modes.items() if module.training != flag}
+            for module in before:
+                module.training = modes[module]
+            setting = [graph for graph in self.graphs if before and graph.modes == modes]
+            found = self.look_up(calls, is_handed_over, in_one, seed, [], among=setting) if setting else None
+            if isinstance(found, GivenInputs):
+                return found
+            for module, flag in before.items():
+                module.training = flag
+        return None
 
     def find_known(self, call: ModelCall, seed: int) -> GivenInputs | None:
         """Finds a known graph without reading weights, which stages may update; None: none, or it must be compared."""
@@ -255,9 +276,10 @@ class Programs:
         seed: int,
         graphs: list[CachedGraph],
         may_compare: bool = True,
+        among: Sequence[CachedGraph] | None = None,
     ) -> GivenInputs | MissingGraph:
         """Returns the inputs of a step, or the first call without a graph. Appends to `graphs`, of the first calls."""
-        # `may_compare`: graph and model may be compared, which reads the weights.
+        # `may_compare`: graph and model may be compared, which reads the weights. `among`: these graphs; None: all.
         count = len(calls) if is_handed_over else None
         inputs = self._graph_inputs(calls, seed)
         if self.first is None:  # plan for the largest
@@ -266,7 +288,10 @@ class Programs:
             return MissingGraph(calls[place], place, count)
         for i in range(len(graphs), len(calls)):
             with note_of_micro_batch(i, count):
-                graph = self._known(inputs[i], is_handed_over, graphs[-1] if graphs else None, may_compare)
+                known = sorted(
+                    self.graphs if among is None else among, key=lambda one: not graphs or one is not graphs[-1]
+                )
+                graph = self._known(inputs[i], is_handed_over, known, may_compare)
             if graph is None:
                 return MissingGraph(calls[i], i, count)
             graphs.append(graph)
@@ -280,12 +305,13 @@ class Programs:
             self._choose_chunks(graph.traced, batch, own.call)
             if not graph.traced.holds_for(batch, self._sizes(batch), graph.traced.dynamic.lengths_of(own.leaves)):
                 graphs.clear()
-                return self.look_up(calls, is_handed_over, in_one, seed, graphs)
+                return self.look_up(calls, is_handed_over, in_one, seed, graphs, among=among)
         return self._given_mini_batch(graph, own, in_one)
 
-    def _known(self, inputs: GraphInputs, is_part: bool, first: Any, may_compare: bool) -> CachedGraph | None:
-        """Returns the graph of these inputs, which must fit their micro-batches, or None. Tries `first` first."""
-        graphs = sorted(self.graphs, key=lambda graph: graph is not first)
+    def _known(
+        self, inputs: GraphInputs, is_part: bool, graphs: Sequence[CachedGraph], may_compare: bool
+    ) -> CachedGraph | None:
+        """Returns the first of `graphs` for these inputs, which must fit their micro-batches, or None."""
         for graph in graphs:
             if is_part and graph.bound.update is not None:
                 continue  # each of the caller's micro-batches changes state
@@ -385,6 +411,7 @@ class Programs:
         # `count`: number of micro-batches, if the call is one of them; None for a mini-batch.
         args, kwargs = call.args, call.kwargs
         self._check_values_to_record()
+        self._modes = {module: module.training for module in self.model.modules()}
         try:
             graph = self._make_first_graph(call, seed, count) if self.first is None else None
             if graph is None:
@@ -435,7 +462,8 @@ class Programs:
         """Binds a graph to the devices, and adds it."""
         traced = prepared.traced
         traced.refuse_inference_mode()
-        graph = CachedGraph(prepared, self.bind(prepared))
+        modes = {module: module.training for module, flag in self._modes.items() if module.training != flag}
+        graph = CachedGraph(prepared, self.bind(prepared), modes)
         moving = graph.bound.moving_buffers
         least = max(self.settings.least_samples, least_samples(traced))
         self.settings = replace(self.settings, least_samples=least)

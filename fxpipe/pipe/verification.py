@@ -180,7 +180,7 @@ def verify(
     with inside.engine.running():
         given_inputs = inside.find([ModelCall(args, kwargs, ())], in_one=loss_fn is not None)
     bound, leaves, batch = given_inputs.bound, given_inputs.leaves, given_inputs.batch
-    traced = next(prepared.traced for prepared, program in inside.graphs if program is bound)
+    traced = next(graph.traced for graph in inside.graphs if graph.bound is bound)
     calls, shares = [ModelCall(args, kwargs, () if target is None else (target,))], [1.0]
     count = inside.settings.micro_batches(batch)
     reference = f"the plain model on the mini-batch of {count_text(batch, 'sample')}"

@@ -109,8 +109,7 @@ def to_evaluation(model: nn.Module) -> None:
     [*((name, False) for name in CASES), *((name, True) for name in ("observer", "mean, set", "fake quantization"))],
 )
 def test_evaluation_is_of_the_mini_batch(name, whole):
-    model = CASES[name]()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := CASES[name]())
     to_evaluation(plain)
     options: dict[str, Any] = {"leaf_modules": [type(model[1])]} if whole else {}
     x = torch.randn(6, 8)

@@ -272,8 +272,7 @@ class OwnLoss(Model):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_in_which_samples_meet_are_those_of_the_whole_batch(name):
-    model = OwnLoss(LOSSES[name], steps=torch.zeros(()))
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := OwnLoss(LOSSES[name], steps=torch.zeros(())))
     with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(torch.randn(BATCH, 8),), progress=False) as pipe:
         for batch in (BATCH, 11):
             x, losses = torch.randn(batch, 8), []

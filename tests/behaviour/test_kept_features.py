@@ -87,8 +87,7 @@ def test_hooks_that_look_or_change_gradients_go_on(checkpoint):
             output.register_hook(lambda gradient: gradient * 2)
         kept.append(output.detach())
 
-    m = model()
-    plain = copy.deepcopy(m)
+    plain = copy.deepcopy(m := model())
     for one in (plain, m):
         one[1].register_forward_hook(look)
     with fxpipe.pipeline(m, workers(2), 2, checkpoint=checkpoint, progress=False) as pipe:

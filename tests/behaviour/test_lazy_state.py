@@ -88,8 +88,7 @@ MAKES: dict[str, tuple[Any, dict[str, Any]]] = {
 )
 def test_it_is_made_without_a_call_by_hand(name: str) -> None:
     forward, held = MAKES[name]
-    model = Model(function=forward, **copy.deepcopy(held))
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model := Model(function=forward, **copy.deepcopy(held)))
     assert assert_trains(model, [torch.randn(n, 4) for n in (4, 7, 5)], lr=0.1, evaluates=True) == 1
     twin.eval()(torch.randn(4, 4))
     assert all(getattr(model, k) == v for k, v in twin.__dict__.items() if isinstance(v, (int, float, tuple)))
@@ -158,8 +157,7 @@ def test_a_cache_that_grows_is_that_of_the_longest_samples() -> None:
             m.cache = torch.arange(x.shape[1])[:, None].cos()
         return m.second(m.first(x) * m.cache[: x.shape[1]])
 
-    model = Model(function=forward, cache=None)
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model := Model(function=forward, cache=None))
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 3, 4),)) as pipe:
         for length in (3, 7, 4, 9, 7, 3):
             x = torch.randn(4, length, 4)
@@ -304,3 +302,25 @@ def test_a_cached_property_of_what_forward_sets_is_not_left_from_planning(size):
     with pytest.raises(TraceError):
         fxpipe.pipeline(model, workers(2), 2, example_args=(torch.randn(6, 4),))
     assert "factor" not in model.scaled.__dict__
+
+
+def _teaches(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if m.training and len(x) > 4:
+        m.teacher.eval()
+    return m.second(m.first(x)) - m.teacher(x)
+
+
+def test_a_mode_that_forward_sets_is_set_before_its_graph_is_looked_up() -> None:
+    """Trainers call `train()` before each step. If forward sets no mode, the teacher keeps its own."""
+    plain = copy.deepcopy(model := Model(function=_teaches, teacher=nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))))
+    x = torch.randn(6, 4)
+    with fxpipe.pipeline(model, workers(2), 2, example_args=(x,)) as pipe:
+        for _ in range(4):
+            torch.testing.assert_close(pipe.train()(x), plain.train()(x))
+            assert not model.teacher.training
+        assert len(pipe._fxpipe.graphs) == 2
+        for small in (pipe.train(), pipe.eval()):
+            model.teacher.train()
+            assert not torch.equal(small(x[:4]), small(x[:4]))
+        pipe.eval()
+        torch.testing.assert_close(pipe(x), plain.eval()(x))

@@ -69,8 +69,7 @@ def test_any_mini_batch_is_the_models_or_refused_for_its_size(name: str) -> None
 @pytest.mark.anywhere
 def test_a_later_graph_is_held_against_its_micro_batches() -> None:
     """Of (8, 7, 8) the largest is the batch, of a micro-batch of four samples it is not: another graph runs them."""
-    model = Model(middle=FORWARDS["max"])
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model(middle=FORWARDS["max"]))
     with fxpipe.pipeline(model, workers(2), 2, example_args=(torch.randn(8, 12, 8),), profile_budget=0.0) as pipe:
         x = torch.randn(8, 7, 8)
         for _ in range(2):
@@ -83,8 +82,7 @@ def test_a_later_graph_is_held_against_its_micro_batches() -> None:
 @pytest.mark.anywhere
 def test_a_size_of_the_last_micro_batch_is_asked_as_well() -> None:
     """Seven samples in four micro-batches are 2, 2, 2 and 1."""
-    model = Model(middle=lambda y: y * 2 if y.shape[0] == 1 else y)
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model(middle=lambda y: y * 2 if y.shape[0] == 1 else y))
     with fxpipe.pipeline(model, workers(2), 4, example_args=(torch.randn(8, 3, 8),), profile_budget=0.0) as pipe:
         for samples in (7, 8, 1, 5):
             x = torch.randn(samples, 3, 8)

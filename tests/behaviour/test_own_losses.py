@@ -127,8 +127,7 @@ def batches():
 
 def pair(loss, **options):
     torch.manual_seed(0)
-    model = OwnLoss(loss).double()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := OwnLoss(loss).double())
     example = torch.randint(0, CLASSES, (6, LENGTH)), labels(6, 0)
     return plain, fxpipe.pipeline(model, workers(2), 3, example_args=example, **options)
 
@@ -331,8 +330,7 @@ EVEN = {
 def test_losses_planned_without_padding_are_right_with_it(name):
     """The example has no padding, and values of the example say nothing of other batches."""
     even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
-    model = OwnLoss((MIXED | EVEN)[name])
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := OwnLoss((MIXED | EVEN)[name]))
     with fxpipe.pipeline(model, ["cpu"], 3, example_args=even) as pipe:
         for batch in (6, 7):
             given = torch.randint(0, CLASSES, (batch, LENGTH)), labels(batch, 1)

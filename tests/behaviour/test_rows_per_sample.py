@@ -153,8 +153,7 @@ def test_rows_along_another_dimension_and_a_length_that_changes() -> None:
 
 @pytest.mark.anywhere
 def test_micro_batches_that_are_handed_over_may_have_other_numbers_of_rows() -> None:
-    model = Tiles()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Tiles())
     calls = [(inputs_of(samples, rows), torch.randn(samples * rows, D)) for samples, rows in ((4, 3), (2, 3), (3, 2))]
 
     def loss_fn(outputs: Any, target: torch.Tensor) -> torch.Tensor:
@@ -351,8 +350,7 @@ def detections(*sizes: int) -> tuple[Any, Any]:
 
 
 def test_lists_are_micro_batches_of_their_own() -> None:
-    model = Detector()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Detector())
     refused = pytest.raises(ArgumentError, match=r"a list in images or targets.*micro_batches.*\(images, targets,\)")
     with fxpipe.pipeline(model, workers(2), 2) as pipe, refused:
         pipe.forward_backward(*detections(5, 3, 4, 2))

@@ -102,8 +102,7 @@ def train(model: Any, epochs: int = 2, accumulation: int = 2) -> tuple[list[floa
 
 
 def test_a_pipe_trains_in_it_as_the_model_does():
-    model = VisionTransformer()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := VisionTransformer())
     with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=4, progress=False) as pipe:
         ours = train(pipe)
         torch.testing.assert_close(ours, train(plain), atol=5e-6, rtol=2e-5)

@@ -663,7 +663,7 @@ def _noting_assemblies(pipe: fxpipe.Pipeline) -> list[Any]:
 
 def _python(case: Case, pipe: fxpipe.Pipeline, assembly: Any = None) -> Python:
     """Of the graph that has run; before the first step, of that of planning."""
-    prepared = next((p for p, its in pipe._fxpipe.graphs if its is assembly), pipe._fxpipe.first)
+    prepared = next((g.prepared for g in pipe._fxpipe.graphs if g.bound is assembly), pipe._fxpipe.first)
     assert prepared is not None
     traced = prepared.traced
     found = [call for node in traced.graph.nodes if (call := info(node).opaque) and call.module is not None]

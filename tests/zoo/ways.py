@@ -146,7 +146,7 @@ def _at_sizes(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
 
 def _why_many(pipe: fxpipe.Pipeline) -> str:
     """Why there is more than one graph for all sizes: a size that is a plain number, or other answers of guards."""
-    graphs = [prepared.traced for prepared, _ in pipe._fxpipe.graphs]
+    graphs = [graph.traced for graph in pipe._fxpipe.graphs]
     reasons = dict.fromkeys(reason for traced in graphs for reason in traced.reasons_of_fixed_sizes)
     answers = dict.fromkeys(str(g) for traced in graphs if traced.guards for g in traced.guards.guards)
     lines = dict.fromkeys(line for traced in graphs for line in pipe._fxpipe.graphs.size_conclusions(traced))

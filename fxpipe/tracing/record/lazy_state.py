@@ -129,7 +129,7 @@ def _created_items(snapshot: Snapshot) -> list[str] | None:
             is_set = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and bool(old.numel())
             if value is old or is_set or are_equal_plainly(value, old):
                 continue
-            if isinstance(value, (nn.Module, nn.Parameter)) or (key in MODULE_DICT_KEYS):
+            if isinstance(value, (nn.Module, nn.Parameter)) or key in MODULE_DICT_KEYS - {"training"}:
                 return None
             created.append(f"{path}.{key}" if path else key)
     for name, tensor in snapshot.tensors_reshaped():
