@@ -2156,7 +2156,7 @@ PROFILING = (
         "tracing/record/other_sizes.py",
         "again(disguised, without_products=True)",
         "again(disguised)",
-        "unit/tracing/record/test_small_batch.py::test_recordings_for_other_numbers_of_samples_compute_no_products",
+        "unit/tracing/record/test_small_batch.py::test_no_run_on_more_samples_than_a_micro_batch",
     ),
     Mutant(
         "profiling/saved_storages.py",

@@ -73,12 +73,31 @@ def written_in_part(h):
     return h
 
 
-RIGHT = {"written to in part": written_in_part, "scaled and back": rescaled, "a mask made in forward": masked}
+RIGHT = {
+    "written to in part": written_in_part,
+    "scaled and back": rescaled,
+    "a mask made in forward": masked,
+    "numbers for all": lambda h: h * h.new([1.0] * 8),
+    "a size for an old constructor": lambda h: h * torch.FloatTensor(h.size()).fill_(2),
+}
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_taken_out_again_is_no_mixing(name):
     assert fxpipe.trace(Between(function=RIGHT[name], gate=OPEN), (X,), chunks=2).out_dims == (0,)
+
+
+class Speech(Layered, body=8, head=(8, 6)):
+    def forward(self, x, labels):
+        h = self.head(self.body(x * torch.rand(8)))  # for all samples, which no tail has
+        counts = labels.ge(0).sum(1)
+        frames, chosen = torch.full_like(counts, 5), labels.masked_select(labels >= 0)
+        return F.ctc_loss(h.log_softmax(-1).transpose(0, 1), chosen, frames, counts)
+
+
+def test_labels_that_a_mask_selects_are_those_of_their_samples():
+    labels = torch.tensor([[1, 2], [3, -1], [2, 4], [5, -1], [1, -1], [2, 3]])
+    assert fxpipe.trace(Speech(), (X, labels), chunks=2).out_dims == ("mean",)
 
 
 HIDDEN = {  # right for all values, which nothing tells

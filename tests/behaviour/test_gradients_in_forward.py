@@ -29,7 +29,7 @@ class Forces(Layered, body=lambda: layers(8, 16, 16), head=(16, 1)):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
-            x.requires_grad_()
+            x.requires_grad = True
             energy = self.head(self.body(x))
             return torch.cat([energy, -grad(energy.sum(), x, create_graph=True)[0]], 1)
 
@@ -53,7 +53,7 @@ class Curvature(Layered, body=lambda: layers(8, 16), head=(16, 1)):
     """A gradient of a gradient (a residual of a differential equation)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x.requires_grad = True
+        x = torch.autograd.Variable(x, requires_grad=True)
         (first,) = grad(self.head(self.body(x)).sum() / len(x), x, create_graph=True)
         first = first * len(x)
         return first + grad(first.square().sum(), x, create_graph=True)[0]

@@ -4,6 +4,7 @@
 - `torch.vmap`, which becomes one node: inside it, torch functions see batches as samples;
 - applications of an `autograd.Function`, as one node each; functions of `torch.utils.checkpoint` are bypassed;
 - attributes of modules that forward reads (`dropout.p`), and the Python that runs (`python_reads`);
+- `torch.autograd.Variable(x)`, which detaches;
 - the bytes of storages, which depend on sizes of tensors;
 - `len`, which returns a size; C code would get a plain number;
 - `torch.Tensor(...)`, which calls `torch.tensor` or `torch.empty`.
@@ -155,6 +156,13 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
 
         return method
 
+    plain_variable = torch.autograd.Variable.__new__
+
+    def variable(kind: Any, data: Any = (), requires_grad: bool = False, **options: Any) -> Any:
+        if is_elsewhere() or not isinstance(data, torch.Tensor):
+            return plain_variable(kind, data, requires_grad, **options)
+        return data.detach().requires_grad_() if requires_grad else data.detach()
+
     generators = [(random, "setstate"), *((m.random, "set_state") for m in [sys.modules.get("numpy")] if m is not None)]
     storage: Any = torch.UntypedStorage
     packing = PackingRecorder(recorder, is_elsewhere)
@@ -168,6 +176,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         (builtins, "len", _length),
         (torch.Tensor, "__new__", staticmethod(new_tensor)),
         *((storage, name, told_of(getattr(storage, name))) for name in ("nbytes", "__len__", "data_ptr")),
+        (torch.autograd.Variable, "__new__", variable),
         (nn.Module, "__getattribute__", getattribute),
         (nn.Module, "__setattr__", set_attribute),
         (nn.Module, "__call__", call),
@@ -292,8 +301,8 @@ def _run_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kw
             return call_hook(recorder, module, hook, arguments)
 
         return run_with_hooks(module, forward, call_one, args, kwargs)
-    except BaseException:
-        recorder.module_of_error = recorder.module_of_error or path
+    except BaseException as error:
+        recorder.note_error(path, error)
         raise
     finally:
         if locates_draws or module is recorder.model:

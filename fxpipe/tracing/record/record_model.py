@@ -222,6 +222,9 @@ def _record_once(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
         if recorder.refusal is not None:
             raise recorder.refusal from error
         if not recorder.sizes.was_refused_as_key:
+            problem = recorder.error_of_recording
+            if problem is not None and not recorder.sizes.disguised and _runs_unrecorded(model, leaves, spec, values):
+                raise problem from error
             where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
             error.add_note(f"fxpipe: the model raised this{where} when it was run on the inputs to trace it")
         raise
@@ -255,6 +258,14 @@ def _record_once(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
     join_pieces(traced)
     erase_unused_nodes(traced, ("size", operator.getitem), recorder.repeated)  # sizes may still depend on values
     return replace(traced, signature=signature_of(traced.graph))
+
+
+def _runs_unrecorded(model: nn.Module, leaves: Sequence[InputLeaf], spec: Any, values: Sequence[Any]) -> bool:
+    args, kwargs = pytree.tree_unflatten(as_given(leaves, map(copy_of_input, values)), spec)
+    with contextlib.suppress(Exception), preserve_state(model), preserve_objects(spec), in_fake_mode():
+        model(*args, **kwargs)
+        return True
+    return False
 
 
 def _layout(value: Any) -> tuple[Any, ...]:

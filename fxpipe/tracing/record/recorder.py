@@ -236,6 +236,7 @@ class Recorder(TorchFunctionMode):
         self.unknown_tensors: list[tuple[torch.Tensor, CannotRecord]] = []  # with errors to raise if not constants
         self.refusal: CannotRecord | None = None
         self.module_of_error: str | None = None
+        self.error_of_recording: CannotRecord | None = None  # to raise if only the recording fails there
         self.origin: tuple[str, str] | None = None  # module path and source line, if the running code is not the user's
         self._changed: frozenset[int] = frozenset()
         self.stack: list[RunningModule] = []
@@ -647,6 +648,15 @@ class Recorder(TorchFunctionMode):
         error = self._error(what, remedy, whole)
         self.refusal = self.refusal or error
         return error
+
+    def note_error(self, path: str, error: BaseException) -> None:
+        """Records the innermost module that raised."""
+        if self.module_of_error is None:
+            self.module_of_error = path
+            self.error_of_recording = self._error(
+                f"raises {type(error).__name__} ({error}) when it is recorded, though not when it runs,",
+                "make tensors with functions of torch (torch.zeros; not torch.FloatTensor(x.size()))",
+            )
 
     def refusal_of_write(self, parameter: torch.Tensor, name: str | None) -> tuple[str, str, bool]:
         """Returns the refusal of a write to a parameter. If it is frozen, another recording takes it as a buffer."""

@@ -26,7 +26,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -35,6 +35,7 @@ from torch import fx
 
 from fxpipe._torch.functions import opname
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
+from fxpipe.tracing.guards import expect
 from fxpipe.tracing.node_info import (
     TensorShape,
     constant_of,
@@ -83,7 +84,15 @@ _ROW = 1000  # the power of values with rows, until the rows are summed
 ROW_TERMS: Terms = frozenset({(1, _ROW)})
 _OF_EACH_ROW = PRODUCTS | QUOTIENTS | {"neg", "to", "float", "double"}
 
-Joins = Collection[int | str]  # combinations of parts: a dimension, "sum", "mean", "same"
+
+class Groups(NamedTuple):
+    """Rows in groups that each hold all samples: all first views, then all second views."""
+
+    dim: int
+    number: int
+
+
+Joins = Collection[int | str | Groups]  # combinations of parts: a dimension, "sum", "mean", "same"
 
 
 class UnknownReductionError(Exception):
@@ -263,6 +272,8 @@ class ReductionWalk:
                 if writer in self.reduced.values:
                     raise _unknown_reduction(writer, "which is changed in place, and used as another view")
                 todo += self._sources_in_tail(writer, tail)
+            for check in self._checks(tail) if not todo else ():
+                todo += self._sources_in_tail(check, tail)
         same = [piece.node for piece in self.reduced.pieces if piece.how is None]  # unless it is drawn
         used = tail.union(*map(dependencies_of, same)) if is_update else set[fx.Node]()
         if random := [node for node in used if info(node).is_random]:
@@ -285,7 +296,7 @@ class ReductionWalk:
             self._size_piece(node, per_sample)
         elif not self._reduction(node):
             if (dim := self._rows(node)) is None:
-                return False
+                return self._grouped_piece(node)
             self._piece(node, dim, ROW_TERMS)
         return True
 
@@ -334,7 +345,7 @@ class ReductionWalk:
         if is_joint or is_after:
             kept = {node for name, node in self.traced.assigned.items() if name not in self.updated}
             kept |= {n for n in self.order if info(n).read or self._writes_to_state(n)}
-            for node in kept:
+            for node in kept - {n for n in tail if info(n).is_compared_read}:
                 if not (tail | self.after_update).isdisjoint(dependencies_of(node)):
                     raise _unknown_reduction(node, "which forward reads or keeps")
             self.tail |= tail
@@ -378,6 +389,13 @@ class ReductionWalk:
             if any(self.order.get(n, place) < place for n in held if info(n).storages & info(node).written_storages)
         ]
 
+    def _checks(self, tail: set[fx.Node]) -> list[fx.Node]:
+        """Returns the nodes that compare what forward has checked of values that a tail of all samples computes."""
+        if not any(isinstance(piece.how, int) for piece in self.reduced.pieces):
+            return []  # micro-batches may check their own values
+        checks = [n for n in self.order if n.target is expect and n not in tail]
+        return [n for n in checks if not tail.isdisjoint(dependencies_of(n))]
+
     def _piece(self, node: fx.Node, how: int | str | None, terms: Terms) -> None:
         self.reduced.values[node] = len(self.reduced.pieces)
         self.reduced.pieces.append(OutputPiece(node, how, terms))
@@ -417,6 +435,19 @@ class ReductionWalk:
         if info(total).shapes[0].dtype != info(node).shapes[0].dtype:
             mean = CombinationRef(self.reduced.values[node])
             self._call(node, torch.Tensor.to, (mean, info(node).shapes[0].dtype), {})
+
+    def _grouped_piece(self, node: fx.Node) -> bool:
+        """Adds rows in groups: with a dimension for the groups, the rows of micro-batches are concatenated."""
+        how = next((how for how in (self.joins or {}).get(node, ()) if isinstance(how, Groups)), None)
+        if how is None or len(info(node).shapes) != 1:
+            return False
+        shape, dtype = info(node).shapes[0].shape, info(node).shapes[0].dtype
+        arguments = (node, how.dim, (how.number, -1))
+        grouped = (*shape[: how.dim], sympy.Integer(how.number), shape[how.dim] / how.number, *shape[how.dim + 1 :])
+        piece = self._add_after(node, torch.unflatten, arguments, dtype, grouped)
+        self._piece(piece, how.dim + 1, ROW_TERMS)
+        self._call(node, torch.flatten, (CombinationRef(self.reduced.values[piece]), how.dim, how.dim + 1), {})
+        return True
 
     def _call(self, node: fx.Node, function: Any, args: Any, kwargs: Any, is_shared: bool = False) -> None:
         state = state_of(node) if info(node).state is not None else self.traced.state
@@ -516,12 +547,14 @@ class ReductionWalk:
         shape = info(node).shapes[0].shape
         return next((d, size) for d, size in enumerate(shape) if size.free_symbols)
 
-    def _add_after(self, node: fx.Node, function: Any, args: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
+    def _add_after(
+        self, node: fx.Node, function: Any, args: tuple[Any, ...], dtype: torch.dtype, shape: Any = ()
+    ) -> fx.Node:
         graph = self.traced.graph
         like = node if node.op in CALL_OPS else next(n for n in graph.nodes if n.op in CALL_OPS)
         with graph.inserting_after(node) if like is node else graph.inserting_before(like):
             new = graph.call_function(function, args)
-        shape = info(node).shapes[0].shape if function is torch.clone else ()
+        shape = info(node).shapes[0].shape if function is torch.clone else shape
         set_info(new, info(like).beside(known_shapes=(TensorShape(shape, dtype),)))
         self.added.append(new)
         if any(source in self.batch_dependent for source in new.all_input_nodes):
