@@ -170,16 +170,9 @@ class TimingRounds:
             for n in self.traced.handed_out if self.keeps_outputs and not self.outputs else ():
                 if isinstance(n, fx.Node):
                     self.outputs[n] = self.values[n] if n in self.values else self._held(n)
-        except Exception:
-            if not self._kept:
-                raise
-            self._back.go()
-            self._kept, self._room, stop = {}, 0, -1  # an index made of such values may be out of range
         finally:
             self.values.clear()
             self._back.clear()
-        if stop < 0:
-            return self.round()
         if stop:
             known = [samples for n in nodes if (samples := self.samples[self.kind[n]]).forward]
             self._negligible = NEGLIGIBLE_SHARE * sum(one.forward_seconds + one.backward_seconds for one in known)

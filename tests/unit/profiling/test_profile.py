@@ -512,20 +512,6 @@ def test_nodes_that_are_not_timed_take_the_value_of_one_of_their_kind() -> None:
     assert ran == [traced.nodes[0], traced.nodes[-1]]
 
 
-def test_a_value_of_its_kind_that_no_later_node_can_take_is_not_taken() -> None:
-    class Picks(Layered):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.gather(1, (x.tanh() + x.tanh()).long())
-
-    x, seconds = torch.zeros(3, 4), itertools.count(step=1e-6)
-    traced = trace(Picks(), (x,))
-    rounds = TimingRounds(traced, traced.effects, [x], Clock(lambda: next(seconds)), 5, math.inf, lambda: None)
-    rounds.round()
-    rounds._kept = dict.fromkeys(rounds._kept, torch.full((3, 4), 9.0))
-    run_all_rounds(rounds)
-    assert not rounds._kept
-
-
 def test_a_view_that_is_written_to_takes_no_value_of_its_kind() -> None:
     """It would be a view of another tensor: of the weight, to which measuring then writes."""
 
