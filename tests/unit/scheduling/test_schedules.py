@@ -53,14 +53,6 @@ def test_gpipe_is_all_forwards_then_all_backwards():
     """)
 
 
-def test_1f1b_warms_up_alternates_and_drains():
-    assert make_schedule("1f1b", stages=3, micro_batches=4).rows == rows("""
-        0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
-        1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
-        2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
-    """)
-
-
 def test_inference_is_forwards_only():
     assert make_schedule("inference", stages=2, micro_batches=3, checkpoint="always").rows == rows("""
         0F0 0F1 0F2
