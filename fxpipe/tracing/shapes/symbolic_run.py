@@ -240,7 +240,9 @@ class SymbolicRun:
             return self._seen(node)
         self._keep_guards(before[1], info(node).source, is_of_torch=True)
         fixed = self._note_fixed(node) if len(self.env.replacements) != before[0] else []
-        may_bake = _is_user_function(node) or not {*self.dynamic.values()}.isdisjoint(fixed)
+        # A function of one tensor meets no size of another: torch may compute with numbers (`fill_diagonal_`).
+        may_bake = _is_user_function(node) or len(node.all_input_nodes) == 1
+        may_bake |= not {*self.dynamic.values()}.isdisjoint(fixed)
         if fixed and may_bake and node not in self.known.baked:
             self.known.distrust(node, _BakesSizeError())
             raise _RetryError

@@ -91,13 +91,11 @@ SYMBOLIC: dict[str, tuple[Any, str]] = {
     "numel": (lambda lin, x: lin(x).view(x.numel() // 6, 6), "float32[b, 6]"),
     "prod": (lambda lin, x: lin(x).view(math.prod(x.shape[:1]), 6), "float32[b, 6]"),
     "expand": (lambda lin, x: torch.ones(6).expand(x.shape) + lin(x), "float32[b, 6]"),
-    "broadcast_shapes": (
-        lambda lin, x: torch.ones(6).expand(torch.broadcast_shapes(x.shape, (6,))) + lin(x),
-        "float32[b, 6]",
-    ),
+    "broadcast": (lambda lin, x: lin(x) + x.new_ones(torch.broadcast_shapes(x.shape, (6,))), "float32[b, 6]"),
     "round, ceil": (lambda lin, x: lin(x).view(round(x.shape[0]), math.ceil(x.shape[1] / 2), 2), "float32[b, 3, 2]"),
     "flattened": (lambda lin, x: lin(x).view(-1, 2), "float32[3*b, 2]"),
     "pad": (lambda lin, x: F.pad(lin(x), (1, 1)), "float32[b, 8]"),
+    "diagonal": (lambda lin, x: lin(x) * (x @ x.T).fill_diagonal_(1).diagonal()[:, None], "float32[b, 6]"),
     "interpolate": (lambda lin, x: F.interpolate(lin(x)[:, None], scale_factor=2), "float32[b, 1, 12]"),
     "text of a size": (lambda lin, x: lin(x) if f"{x.shape[1]:3d}" == "  6" else None, "float32[b, 6]"),
 }
