@@ -203,6 +203,7 @@ def _other_functions_error(
         "function over the batch, or keep the Python whole (leaf_modules=[name or class], or @fxpipe.leaf on a "
         "function), or use chunks=1 or micro-batches of your own (forward_backward(micro_batches=...))",
         frozenset({path}) if path else frozenset(),
+        source=info(at).source if at is not None else "",
     )
 
 
