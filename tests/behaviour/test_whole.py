@@ -775,6 +775,11 @@ class MaskedByCount(Masked):
         return torch.stack([row if float(row.sum()) > 0 else self.mask for row in x])
 
 
+class MaskedByRow(Masked):
+    def _masked(self, x):
+        return torch.stack([row * self.mask for row in x])
+
+
 class MaskedByStatic(Masked):
     @staticmethod
     def _masked(x):
@@ -807,6 +812,7 @@ class Named(Layered, tail=6):
     [
         pytest.param(lambda: Named(inner=Masked()), "inner._masked", id="inside"),
         pytest.param(Masked, "_masked", id="the model's own"),
+        pytest.param(MaskedByRow, "_masked", id="rows"),
         pytest.param(lambda: Named(inner=MaskedByCount()), "inner._masked", id="values"),
         pytest.param(lambda: Named(inner=MaskedByLayer()), "inner", id="of modules"),
         pytest.param(lambda: Named(inner=MaskedByStatic()), "inner", id="static"),
@@ -956,8 +962,23 @@ class Drawing(nn.Module):
         return x * (2.0 if torch.rand(()) < 0.5 else 3.0)
 
 
+class Sorts(Layered, lin=6):
+    """Returns numbers that it reads from the samples, as JetMoE's router."""
+
+    def forward(self, x):
+        kinds = self.lin(x).argmax(1) % 2
+        return kinds.argsort(), kinds.bincount(minlength=2).tolist()
+
+
+def _by_counts(m, x):
+    order, counts = m.router(x)
+    rows, others = x[order].split(counts)
+    return torch.zeros_like(x).index_copy(0, order, torch.cat([m.lin(rows), others.tanh()]))
+
+
 BY_ITSELF: dict[str, tuple[Any, str]] = {
     "hidden value": (Hidden, r"\(bool\) that depends on the inputs and 'first.bias'"),
+    "counts": (lambda: Inner(_by_counts, router=Sorts()), "uses numbers that module 'inner.router', kept whole, makes"),
     "hook on a tensor": (lambda: Inner(_with_hooks), "puts a hook on a tensor"),
     "autograd.grad": (lambda: Inner(_of_grad), "runs autograd inside forward"),
     "a transform": (

@@ -44,7 +44,7 @@ from fxpipe.tracing.node_info import OpaqueCall, RandomDraws, info, opaque_call_
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
 from fxpipe.tracing.record.recorded_sizes import RECORDED
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
-from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.record.unrecordable import OPAQUE_REMEDY, CannotRecord
 from fxpipe.tracing.tensors import hidden_tensors, storage_of, tensors_in
 from fxpipe.utils.locks import call_in_forked_child
 from fxpipe.utils.python_objects import NotKept, equal_values
@@ -416,9 +416,16 @@ def call_leaf_module(
     try:
         for inner in module.modules():
             _note_attributes(recorder, inner)
-        return _call_whole(recorder, module, recorder.whole[path], args, kwargs)
+        result, repeat = _call_whole(recorder, module, why := recorder.whole[path], args, kwargs)
     finally:
         recorder.stack.pop()
+    is_tried = recorder.options.reads_sequences and why != LEAF_MODULE_REASON
+    if is_tried and _has_numbers_of_values(recorder, result, repeat):
+        raise recorder.refuse(
+            f"uses numbers that module {path!r}, kept whole, makes of the values of tensors",
+            "let it return tensors" + (OPAQUE_REMEDY if not recorder.module else ""),
+        )
+    return result
 
 
 def _call_whole(
@@ -428,8 +435,11 @@ def _call_whole(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     method: str = "forward",
-) -> Any:
-    """Calls a module, or another method, which uses no modules inside, as one node."""
+) -> tuple[Any, Callable[[], Any]]:
+    """Calls a module, or another method, which uses no modules inside, as one node.
+
+    Returns the result, and a function that calls it without a node, on other values of floating point arguments.
+    """
     is_method = method != "forward"
     slots = {s: t for s, t in slots_of(module).items() if not (_is_made_anew(s, t) or (is_method and s.path))}
     inside = [name for name, _ in module.named_children() if is_method]
@@ -454,7 +464,22 @@ def _call_whole(
     recorder.hides_sequences |= any(leaf is UNREAD_SEQUENCE for leaf in pytree.tree_leaves(result))
     path = recorder.paths[id(module)]
     update_info(node, opaque=replace(opaque_call_of(node), module=path, method=method, why=why))
-    return result
+
+    def repeat() -> Any:
+        others = map_tensor_leaves(lambda t: torch.randn_like(t) if t.is_floating_point() else t, (args, kwargs))
+        return run([t.detach().clone() for t in tensors], *others)
+
+    return result, repeat
+
+
+def _has_numbers_of_values(recorder: Recorder, result: Any, repeat: Callable[[], Any]) -> bool:
+    """Returns whether other values give other numbers in the result of a module kept whole."""
+    numbers = [leaf for leaf in pytree.tree_leaves(result) if type(leaf) in (int, float)]
+    with recorder.pause(), preserve_rng(), torch.no_grad(), contextlib.suppress(Exception):  # other values may fail
+        for _ in range(3 if numbers else 0):
+            if [leaf for leaf in pytree.tree_leaves(repeat()) if type(leaf) in (int, float)] != numbers:
+                return True
+    return False
 
 
 # If a module that is most of the model has to be kept whole, the cause may be one of its methods (as in SpecAugment).
@@ -517,7 +542,7 @@ def _whole_method(recorder: Recorder, method: Callable[..., Any], name: str) -> 
             return method(module, *args, **kwargs)
         _note_attributes(recorder, module)
         try:
-            result = _call_whole(recorder, module, recorder.whole[own], args, kwargs, name)
+            result, _ = _call_whole(recorder, module, recorder.whole[own], args, kwargs, name)
             if not all(isinstance(leaf, (torch.Tensor, NoneType)) for leaf in pytree.tree_leaves(result)):
                 raise TypeError("it returns other values than tensors")  # these would have to stay the same
         except CannotRecord:
