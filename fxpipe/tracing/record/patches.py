@@ -162,6 +162,13 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         if is_elsewhere() or not isinstance(data, torch.Tensor):
             return plain_variable(kind, data, requires_grad, **options)
         return data.detach().requires_grad_() if requires_grad else data.detach()
+    plain_from_numpy = torch.from_numpy  # no function mode sees it
+
+    def from_numpy(array: Any) -> torch.Tensor:
+        tensor = plain_from_numpy(array)
+        if not is_elsewhere():
+            recorder.names.add(tensor)
+        return tensor
 
     generators = [(random, "setstate"), *((m.random, "set_state") for m in [sys.modules.get("numpy")] if m is not None)]
     storage: Any = torch.UntypedStorage
@@ -175,6 +182,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         *((owner, name, noting_draws(getattr(owner, name))) for owner, name in generators),
         (builtins, "len", _length),
         (torch.Tensor, "__new__", staticmethod(new_tensor)),
+        (torch, "from_numpy", from_numpy),
         *((storage, name, told_of(getattr(storage, name))) for name in ("nbytes", "__len__", "data_ptr")),
         (torch.autograd.Variable, "__new__", variable),
         (nn.Module, "__getattribute__", getattribute),

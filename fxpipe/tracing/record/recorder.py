@@ -320,7 +320,7 @@ class Recorder(TorchFunctionMode):
             )
         error = self._error(
             f"uses a tensor of unknown origin {what}",
-            "make it with a torch function in forward (torch.tensor; not torch.FloatTensor, numpy, nor a compiled "
+            "make it with a torch function in forward (torch.tensor; not torch.FloatTensor, nor a compiled "
             "or scripted function), or keep it in the module (register_buffer)",
         )
         if tensor.requires_grad:

@@ -29,7 +29,7 @@ class Scaled(Layered, weight=lambda: nn.Parameter(torch.randn(6, 7))):
     """Recording cannot tell where its constant comes from, and keeps the module whole."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight[:, 1:] * torch.from_numpy(np.full(6, 2.0, np.float32))
+        return x @ self.weight[:, 1:] * torch.FloatTensor([2.0] * 6)
 
 
 class Around(nn.Module):

@@ -55,6 +55,7 @@ TABLE: dict[str, Any] = {
     "a module moved to where it is": lambda m, x: m.lin.to(x.device, x.dtype).float()(x),
     "constants": lambda m, x: m.lin(x) * torch.Tensor([1, 2]).sum() + torch.Tensor(6).fill_(2) + torch.eye(6)[0],
     "numpy scalars": lambda m, x: m.lin(x) * np.float32(2) + np.sqrt(x.shape[1]) + np.int64(3),
+    "numpy arrays": lambda m, x: m.lin(x) * torch.from_numpy(np.arange(6.0)).float(),
     "enumeration": lambda m, x: m.lin(x).sum(_Axis.FEATURES),
     "parameter without grad": lambda m, x: F.linear(x, m.lin.weight.data) + m.lin(x),
     "functional_call": lambda m, x: torch.func.functional_call(m.lin, {"weight": m.lin.weight * 2}, (x,)),
@@ -92,7 +93,7 @@ def _in_autocast(m, x):
 @pytest.mark.parametrize("name", TABLE)
 def test_what_forward_may_do(name):
     traced = trace(Forward(TABLE[name]), (x(),))
-    assert not traced.whole
+    assert not traced.why
     assert_same_as_model(traced, x(7))
 
 

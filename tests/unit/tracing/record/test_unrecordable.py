@@ -15,7 +15,6 @@ import warnings
 from collections import deque
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -184,7 +183,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "runs vmap, kept whole, which uses a tensor of its own", "as arguments",
     ),
     "func.jacrev": (lambda m, x: torch.func.jacrev(m.lin)(x), "transform of torch.func", ""),
-    "tensor from numpy": (lambda m, x: m.lin(x) + torch.from_numpy(np.ones(6)), "unknown origin", "nor a compiled"),
+    "tensor of a class": (lambda m, x: m.lin(x) + torch.FloatTensor([1.0] * 6), "unknown origin", "nor a compiled"),
     "traced function": (lambda m, x: _scripted(m.lin(x)) + 1, "unknown origin", "a compiled or scripted function"),
     "object": (lambda m, x: Doubled.apply(m.lin(x), object()), "passes a builtins.object", "a plain number first"),
 }  # fmt: skip
