@@ -24,7 +24,7 @@ from torch import nn
 from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe._torch.tools import is_compiler_loaded
-from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError, InputDim, parse_dynamic_shapes
 from fxpipe.tracing.fake_tensors import active_fake_mode, is_faked, mute_fake_tensor_logs, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
@@ -213,11 +213,13 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
             )
         except Exception as failure:
             error = failure
-        if lazy_state is not None:
-            lazy_state.restore()
+        is_refilled = lazy_state is not None and lazy_state.restore_if_refilled(request)
     if isinstance(error, MakesState):
         with contextlib.suppress(MakesState):
             return find_graph(replace(request, may_overwrite=True))
+    if lazy_state is not None and is_refilled:  # a cache by the number of samples
+        with contextlib.suppress(TraceError, ArgumentError):
+            return find_graph(replace(request, caches=lazy_state.names))
     raise error
 
 

@@ -137,7 +137,8 @@ def _graph_of_parts(request: TraceRequest) -> Traced:
 
 def _graph_of_all_samples(request: TraceRequest) -> Traced:
     """Returns the graph of a recording, adding options after each failure."""
-    options = RecordingOptions(dict(request.leaf_modules), may_overwrite=request.may_overwrite)
+    leaf_modules = dict(request.leaf_modules)
+    options = RecordingOptions(leaf_modules, may_overwrite=request.may_overwrite, caches=request.caches)
     first: TraceError | None = None
     while True:
         try:

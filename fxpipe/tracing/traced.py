@@ -99,6 +99,7 @@ class RecordingOptions:
     draws_for_python: bool = False  # torch draws the numbers that forward draws with Python or numpy
     may_overwrite: bool = False  # forward may overwrite attributes that it has not read
     counters: frozenset[str] = frozenset()  # numbers that forward adds to and does not use otherwise
+    caches: frozenset[str] = frozenset()  # attributes and containers that forward fills in each call
     keeps_saved: bool = False  # tensors that autograd saves, since forward runs it
     reads_sequences: bool = False  # forward reads lists and tuples inside results of modules kept whole
     records_packing: bool = True  # functions on packed sequences are nodes
@@ -127,6 +128,7 @@ class TraceRequest:
     is_for_one_size: bool = False  # may the graph hold for the example's number of samples only?
     changes_once: bool = True  # may state change once for the mini-batch, instead of with each micro-batch?
     may_overwrite: bool = False  # see `RecordingOptions`
+    caches: frozenset[str] = frozenset()  # see `RecordingOptions`
 
 
 def inputs_key(spec: pytree.TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ next call is recorded. Tensors get their values back. The first call must comput
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,33 @@ from fxpipe.tracing.model_state import Snapshot, are_equal_plainly, preserve_sta
 from fxpipe.tracing.record.module_hooks import run_model
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.record.unrecordable import CannotRecord
-from fxpipe.tracing.tensors import storage_of
-from fxpipe.tracing.traced import Traced, as_given, candidate_dims
+from fxpipe.tracing.tensors import slice_samples, storage_of
+from fxpipe.tracing.traced import Traced, TraceRequest, as_given, candidate_dims
 from fxpipe.tracing.verify.equivalence import is_close
+from fxpipe.utils.batch_split import samples_along
 from fxpipe.utils.pytree import preserve_objects
+
+
+@dataclass(frozen=True, slots=True)
+class LazyState:
+    """The state that the first call creates, in the model until it is restored."""
+
+    before: Snapshot
+    names: frozenset[str]
+
+    def restore_if_refilled(self, request: TraceRequest) -> bool:
+        """Removes the state; returns whether calls with fewer samples compute without it what they compute with it."""
+        leaves, spec, values = input_leaves(request.model, request.args, request.kwargs)
+        dims = candidate_dims(leaves, request.in_dims)
+        calls = []
+        with contextlib.suppress(Exception):  # the model raises again
+            half = max(samples_along(v, dim) for v, dim in zip(values, dims, strict=True) if dim is not None) // 2
+            part = as_given(leaves, slice_samples(values, dims, 0, half)) if half else []
+            calls.append(_call_once(request.model, part, spec))
+            self.before.restore()
+            calls.append(_call_once(request.model, part, spec))
+        self.before.restore()
+        return len(calls) == 2 and _calls_agree(*calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +77,10 @@ def new_attributes(traced: Traced) -> list[str]:
 
 def make_lazy_state(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any = None
-) -> Snapshot | None:
+) -> LazyState | None:
     """Calls the model and keeps the state that the first call creates and no later one changes.
 
-    Returns the model's state before it; None if no call creates any, or each creates another. Raises `CannotRecord`,
+    Returns this state; None if no call creates any, or each creates another. Raises `CannotRecord`,
     with the name of the created item, if the first call computes something else than a later one.
     """
     if is_faked():
@@ -73,7 +97,7 @@ def make_lazy_state(
     is_once = bool(first.created) and later.created == [] and later_of_others.created == []
     are_same = is_once and _calls_agree(first, later) and _calls_agree(first_of_others, later_of_others)
     if are_same and not _values_agree(values, others):
-        return before
+        return LazyState(before, frozenset(first.created or ()))
     before.restore()
     if is_once and first.created:
         raise CannotRecord(

@@ -204,7 +204,7 @@ def _record_once(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
         if recorder.refusal is not None:  # forward caught it
             raise recorder.refusal
         overwritten = _overwritten_attributes(snapshot, recorder) if recorder.options.may_overwrite else ()
-        snapshot.refuse_changes(overwritten)
+        snapshot.refuse_changes({*overwritten, *recorder.options.caches})
         for name in snapshot.refilled_containers:  # its tensors belong to this forward, not to the next
             if any(constant.startswith(f"{name}.") for constant in recorder.constants):
                 raise CannotRecord(

@@ -540,7 +540,7 @@ def _calls_of_model(
                 raise
             except Exception:
                 again = None  # the model raises again when it is called with them
-    snapshot.refuse_changes(traced.overwritten)
+    snapshot.refuse_changes({*traced.overwritten, *traced.recording_options.caches})
     return result, calls, again
 
 
