@@ -267,9 +267,7 @@ def _count(block: Block, step: int) -> None:
 SESSION: list[int] = []
 
 
-def test_graphs_of_earlier_values_are_used_again_and_what_forward_does_not_read_takes_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_earlier_graphs_are_used_again_and_what_is_not_read_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model, block = _models(lambda b, h: h * b.config.scale * sum(b.options.more) * with_default(h))
     x = torch.randn(4, 4)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe:

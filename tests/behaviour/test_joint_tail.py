@@ -169,21 +169,13 @@ def that_remembers(m, a, b):
 
 
 def with_labels_kept(m, a, b):
-    """As open_clip's loss."""
     if m.labels.get("count") != len(a):
         m.labels.update(count=len(a), rows=torch.arange(len(a)))
     return F.cross_entropy(a @ b.T, m.labels["rows"]) + F.cross_entropy(b @ a.T, m.labels["rows"])
 
 
-def of_selected(a, b):
-    rows, others = a[a[:, 0] > b[:, 0]], b[a[:, 0] > b[:, 0]]
-    assert rows.size() == others.size()
-    return (rows - others).norm()
-
-
 MODELS = {
     "labels for all samples": lambda: Tail(loss=with_labels_kept, labels={}),
-    "rows that are checked": lambda: Views(loss=of_selected),
     "XBM": lambda: Tail(loss=xbm, bank=torch.randn(24, 8), place=torch.tensor(3)),
     "DINO": lambda: Tail(loss=dino, center=torch.ones(1, 8), kept=torch.eye(8), i=torch.tensor(0), old=torch.ones(8)),
     "a centre that has moved": lambda: Tail(loss=less_the_new_centre, center=torch.ones(1, 8)),

@@ -166,9 +166,8 @@ def test_a_cache_that_grows_is_that_of_the_longest_samples() -> None:
 
 
 def test_samples_that_are_nothing_do_not_tell_what_a_first_call_makes_of_them() -> None:
-    model = Model(function=_first_statistics)
     with pytest.raises(TraceError, match=r"makes 'mean' when it is first called.*cannot be told from these samples"):
-        fxpipe.trace(model, (torch.zeros(4, 4),))
+        fxpipe.trace(model := Model(function=_first_statistics), (torch.zeros(4, 4),))
     assert not hasattr(model, "mean")
 
 
@@ -178,9 +177,8 @@ def test_modules_made_in_forward_are_not_kept() -> None:
             m.late = nn.Linear(4, 4)
         return m.late(m.first(x))
 
-    model = Model(function=forward)
     with pytest.raises(TraceError):
-        fxpipe.trace(model, (torch.randn(4, 4),))
+        fxpipe.trace(model := Model(function=forward), (torch.randn(4, 4),))
     assert not hasattr(model, "late")
 
 

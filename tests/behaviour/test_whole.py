@@ -963,8 +963,6 @@ class Drawing(nn.Module):
 
 
 class Sorts(Layered, lin=6):
-    """Returns numbers that it reads from the samples, as JetMoE's router."""
-
     def forward(self, x):
         kinds = self.lin(x).argmax(1) % 2
         return kinds.argsort(), kinds.bincount(minlength=2).tolist()

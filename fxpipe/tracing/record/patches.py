@@ -162,6 +162,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         if is_elsewhere() or not isinstance(data, torch.Tensor):
             return plain_variable(kind, data, requires_grad, **options)
         return data.detach().requires_grad_() if requires_grad else data.detach()
+
     plain_from_numpy = torch.from_numpy  # no function mode sees it
 
     def from_numpy(array: Any) -> torch.Tensor:
