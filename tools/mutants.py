@@ -1547,7 +1547,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/record_model.py",
-        "names += [] if recorder.python_reads.is_read_first(module.__dict__, key) else [name]",
+        "names += [] if is_read else [name]",
         "names += [name]",
         "behaviour/test_overwritten_attributes.py::test_what_the_next_call_or_a_node_reads_is_refused",
     ),
@@ -1624,7 +1624,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/node_info.py",
-        "            if info(node).number is None or info(node).is_data_dependent:\n",
+        "            if info(node).number is None or info(node).is_float_number or info(node).is_data_dependent:\n",
         "            if info(node).number is None:\n",
         "behaviour/test_trimmed_batches.py",
     ),
@@ -2121,9 +2121,15 @@ PROFILING = (
     ),
     Mutant(
         "profiling/node_timing.py",
-        " and self.effects.alias[node] not in self._written:\n            result =",
-        ":\n            result =",
+        "node not in self._exact and self.effects.alias[node] not in self._written\n",
+        "node not in self._exact\n",
         "unit/profiling/test_profile.py::test_a_view_that_is_written_to_takes_no_value_of_its_kind",
+    ),
+    Mutant(
+        "profiling/node_timing.py",
+        "node not in self._exact and self.effects.alias",
+        "self.effects.alias",
+        "unit/profiling/test_profile.py",
     ),
     Mutant(
         "profiling/node_timing.py",
