@@ -97,6 +97,12 @@ def loss_over_the_largest(encoder, x, y):
     return (encoder(x) - y[:, :8] / y.abs().max()).square().sum() * y.abs().max().square()
 
 
+def rows_of_equal_number(encoder, x, y):
+    rows, others = (h[y[:, 0] > 0] for h in (encoder(x), y[:, :8]))
+    assert rows.size() == others.size()
+    return (rows - others).square().sum() / rows.size(0)
+
+
 @fxpipe.leaf
 def finite(h):
     return h if h.isfinite().all() else h.clamp(-1e4, 1e4)
@@ -184,6 +190,7 @@ MODELS = {
     "a scale of all series": lambda: Shared(loss=scale_of_all_series),
     "inputs over their spread": lambda: Shared(loss=inputs_over_their_spread),
     "a loss over the largest": lambda: Shared(loss=loss_over_the_largest),
+    "rows of an equal number": lambda: Shared(loss=rows_of_equal_number),
     "two towers": TwoTowers,
     "SimCLR": lambda: Views(loss=nt_xent),
     "SimCLR with a mask": lambda: Views(loss=nt_xent_with_a_mask),

@@ -34,6 +34,7 @@ from fxpipe._torch.modes import without_torch_function
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
 from fxpipe._torch.tensor_data import StorageNumbers, storage_address
 from fxpipe._torch.thread_state import ThreadState
+from fxpipe.errors import FxpipeError
 from fxpipe.tracing import forward_rng, model_state
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
@@ -653,6 +654,7 @@ class Recorder(TorchFunctionMode):
         """Records the innermost module that raised."""
         if self.module_of_error is None:
             self.module_of_error = path
+        if self.error_of_recording is None and not isinstance(error, FxpipeError):
             self.error_of_recording = self._error(
                 f"raises {type(error).__name__} ({error}) when it is recorded, though not when it runs,",
                 "make tensors with functions of torch (torch.zeros; not torch.FloatTensor(x.size()))",

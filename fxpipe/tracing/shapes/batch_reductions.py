@@ -345,7 +345,7 @@ class ReductionWalk:
         if is_joint or is_after:
             kept = {node for name, node in self.traced.assigned.items() if name not in self.updated}
             kept |= {n for n in self.order if info(n).read or self._writes_to_state(n)}
-            for node in kept - {n for n in tail if info(n).is_compared_read}:
+            for node in kept - {n for n in kept if (read := info(n).read) is not None and read.is_check}:
                 if not (tail | self.after_update).isdisjoint(dependencies_of(node)):
                     raise _unknown_reduction(node, "which forward reads or keeps")
             self.tail |= tail

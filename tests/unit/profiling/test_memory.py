@@ -216,7 +216,7 @@ def test_functions_that_allow_no_hooks_say_themselves_what_they_keep() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Slope(), nn.Linear(4, 4))
     traced, counts = count_of(model, torch.randn(3, 4))
-    whole = next(p for p, n in enumerate(traced.nodes) if info(n).opaque_module is not None)
+    whole = next(p for p, n in enumerate(traced.nodes) if info(n).opaque is not None)
     kept = {s.maker: s.bytes for s in counts.saved if whole in s.savers}
     assert kept[0] == 16 * traced.batch  # what it reads, and more of its own
     assert whole in kept

@@ -276,7 +276,7 @@ def test_a_plan_of_data_parallelism_runs_as_replicas_that_take_turns():
 def test_a_mini_batch_of_a_stream_sees_the_replicas_in_the_order_of_its_turns():
     with closing(replicated(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), (3, 2), balance=["0"])) as pipe:
         pipe(torch.randn(6, 6))
-        ((_, bound),) = pipe._fxpipe.graphs
+        ((_, bound, _),) = pipe._fxpipe.graphs
         own = [tuple(one.stage for one in bound.replicas_of(j)) for j in (0, 1)]
         devices = [[torch.device("cuda", 4 * j + r) for r in range(len(own[j]))] for j in (0, 1)]
         pairs = tuple(tuple(map(StageReplica, devices[j], own[j])) for j in (0, 1))

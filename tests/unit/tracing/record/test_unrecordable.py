@@ -217,7 +217,7 @@ CHANGED: dict[str, tuple[Any, str]] = {
     "nested": (lambda m, x: m.nested["a"][0].append(1) or m.lin(x), r"attribute \"inner.nested\['a'\]\[0\]\""),
     "private dict": (lambda m, x: m._cache.setdefault("key", 1) and m.lin(x), "attribute 'inner._cache'"),
     "queue": (lambda m, x: m.recent.append(x.shape) or m.lin(x), "attribute 'inner.recent'"),
-    "training flag": (lambda m, x: m.lin.eval() and m.lin(x), "attribute 'inner.lin.training'"),
+    "training flag": (lambda m, x: m.lin.train(not m.lin.training) and m.lin(x), "attribute 'inner.lin.training'"),
     "submodule": (lambda m, x: _set(m, other=m.lin) + m.lin(x), "attribute 'inner.other'"),
     "python's random numbers": (
         lambda m, x: m.lin(x) * random.random(),
