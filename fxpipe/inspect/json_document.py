@@ -1,4 +1,4 @@
-"""What the command finds, as data and as a JSON document for programs."""
+"""The results of the command, as data and as a JSON document for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.simulation import Simulation
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What the command finds; None or empty if not requested."""
+    """The results of the command; None or empty if not requested."""
 
     name: str  # the target
     plan: Plan | None = None  # None: it does not fit, but a sweep was requested

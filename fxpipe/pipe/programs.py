@@ -98,7 +98,7 @@ class CachedGraph(NamedTuple):
 
     prepared: PreparedGraph
     bound: BoundProgram
-    modes: Mapping[nn.Module, bool]  # of the modules for which forward sets it: `self.teacher.eval()`
+    modes: Mapping[nn.Module, bool]  # modes of modules that forward sets: `self.teacher.eval()`
 
     @property
     def traced(self) -> Traced:
@@ -218,7 +218,7 @@ class Programs:
         self.first: PreparedGraph | None = None
         self.graphs = GraphCache()
         self.closed = False
-        self._modes: dict[nn.Module, bool] = {}  # of all modules, before the last recording
+        self._modes: dict[nn.Module, bool] = {}  # modes of all modules before the last recording
         self.checks_evaluation = plan is None  # predict, with the first plan, if evaluation will be refused
         self._chosen_for = (False, 0)  # (is training, samples) for which the number of micro-batches was chosen
         self._warned: set[str] = set()

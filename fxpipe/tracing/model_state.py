@@ -208,7 +208,7 @@ class Snapshot:
     model: nn.Module
     slots: dict[Slot, torch.Tensor]
     written_attributes: list[str] = field(default_factory=list)  # values that are not tensors: counters, caches
-    _numbers: set[str] = field(default_factory=set)  # those that are numbers
+    _numbers: set[str] = field(default_factory=set)  # `written_attributes` that are numbers
     refilled_containers: list[str] = field(default_factory=list)  # lists and dicts that hold other tensors
     # Path of a module, one of its dicts (attributes, parameters, ...), a copy of the dict.
     dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
