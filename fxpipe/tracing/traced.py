@@ -18,7 +18,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -502,6 +502,15 @@ def attribute_tensor(traced: Traced, node: fx.Node) -> torch.Tensor:
     path, _, key = name.rpartition(".")
     tensor: torch.Tensor = getattr(traced.model.get_submodule(path), key)
     return tensor if is_fixed(tensor) or not isinstance(tensor, nn.Parameter) else tensor.detach()
+
+
+def without_attributes(traced: Traced, names: Collection[str]) -> Traced:
+    """Returns a graph that does not set these attributes: a step keeps no value of them."""
+    output = traced.graph.output_node()
+    assigned = {name: node for name, node in traced.assigned.items() if name not in names}
+    output.args = ((traced.outputs, assigned, *output.args[0][2:]),)  # type: ignore[index,misc]
+    dims = {name: how for name, how in traced.left_attribute_dims.items() if name not in names}
+    return replace(traced, left_attribute_dims=dims, overwritten=(*traced.overwritten, *names))
 
 
 def opaque_name(node: fx.Node) -> str:

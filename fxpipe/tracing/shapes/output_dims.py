@@ -21,7 +21,6 @@ from fxpipe.tracing.guards import input_program
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
 from fxpipe.tracing.model_state import STATISTICS
 from fxpipe.tracing.node_info import NodeInfo, dependencies_of, info, set_info, value_read_of
-from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.batch_reductions import Joins, ReductionWalk, UnknownReductionError
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, batch_sizes, runs_python
 from fxpipe.utils.output_combination import OutputCombination
@@ -160,10 +159,7 @@ def of_any_sizes(traced: Traced, places: Collection[int]) -> frozenset[int]:
 
 
 def left_dims(traced: Traced) -> dict[str, int | str]:
-    """Returns the dimension of the samples for attributes that forward sets and never reads.
-
-    Raises `CannotRecord` for tensors that require grad, part of the caller's graph afterwards, if they do not combine.
-    """
+    """Returns how to combine attributes that forward sets and never reads: dimensions of samples, or "mean"."""
     read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     dependent = batch_dependent_nodes(traced)
     dims: dict[str, int | str] = {}
@@ -173,14 +169,8 @@ def left_dims(traced: Traced) -> dict[str, int | str]:
         dim = _batch_dim(traced, node) if node in dependent else None
         if dim is not None:
             dims[name] = dim
-        elif name in traced.tied and (traced.is_whole or not _sizes_of(node)):
-            dims[name] = "mean"
         elif name in traced.tied:
-            raise CannotRecord(
-                f"forward sets {name!r} to a tensor that requires grad and has no dimension for the samples, at "
-                f"{info(node).source}; detach it, or let forward return it",
-                is_final=True,
-            )
+            dims[name] = "mean"  # if samples show that; else a step does not keep it
     return dims
 
 

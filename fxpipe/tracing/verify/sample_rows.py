@@ -20,7 +20,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.node_info import dependencies_of, info
 from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError
 from fxpipe.tracing.shapes.output_dims import InputValues, shared_values, with_out_dims
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import Traced, without_attributes
 from fxpipe.tracing.verify import compared_sizes
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.tracing.verify.side_by_side import Findings, Joins, run_side_by_side
@@ -37,6 +37,9 @@ def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dim
     Raises `ArgumentError` with the line that mixes samples, and remedies, if samples depend on each other, or may.
     """
     refusal, is_told = _refusal_of(traced, leaves, chunks)
+    if refusal is not None and chunks > 1 and (names := _unkept_attributes(traced, refusal)):
+        traced = without_attributes(traced, names)
+        refusal, is_told = _refusal_of(traced, leaves, chunks)
     if refusal is None:
         return traced, is_told
     output = traced.graph.output_node()
@@ -54,6 +57,13 @@ def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dim
         except ArgumentError as error:
             failure = error
     raise failure
+
+
+def _unkept_attributes(traced: Traced, refusal: _Refusal) -> list[str]:
+    """Returns the attributes that forward sets to what does not join, such as the loss of a router (`self.l_aux`)."""
+    dims, buffers = traced.left_attribute_dims, dict(traced.model.named_buffers())
+    left = traced.left if refusal.joins else {}
+    return [name for name, node in left.items() if name not in buffers and dims[name] not in refusal.joins[node]]
 
 
 def _of_any_batch(traced: Traced, leaves: Sequence[Any]) -> frozenset[fx.Node]:
