@@ -214,12 +214,19 @@ class NotKept:
         name: of the attribute.
         why: why it cannot be used.
         value: for the runtime, as `__wrapped__`.
+        error: makes the error of a use, which the code that uses it may catch.
     """
 
-    __slots__ = ("__wrapped__", "_name", "_why")
+    __slots__ = ("__wrapped__", "_error", "_name", "_why")
 
-    def __init__(self, name: str, why: str = "a pipe does not keep it", value: Any = None) -> None:
-        self._name, self._why, self.__wrapped__ = name, why, value
+    def __init__(
+        self,
+        name: str,
+        why: str = "a pipe does not keep it",
+        value: Any = None,
+        error: Callable[[str], Exception] = StateError,
+    ) -> None:
+        self._name, self._why, self.__wrapped__, self._error = name, why, value, error
 
     def __repr__(self) -> str:
         return f"<{self._name}: {self._why}>"
@@ -228,7 +235,7 @@ class NotKept:
         return NotKept, (self._name, self._why)
 
     def _refuse(self, *_: Any) -> Any:
-        raise StateError(
+        raise self._error(
             f"forward sets {self._name!r} in each call, and {self._why}: let forward return it, or call the plain model"
         )
 
@@ -247,9 +254,11 @@ class NotKept:
                 value._refuse()
 
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __eq__ = _refuse
-    __int__ = __float__ = __index__ = __radd__ = __mul__ = __rmul__ = _refuse
+    __int__ = __float__ = __index__ = __radd__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __divmod__ = __pow__ = __rpow__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __round__ = __str__ = __format__ = _refuse
     __add__ = __sub__ = _count
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = _refuse
 
 
 def class_of_model(kind: type[nn.Module]) -> type[nn.Module] | None:

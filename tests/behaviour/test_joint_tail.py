@@ -560,8 +560,7 @@ def test_numbers_of_boxes_that_only_python_of_the_tail_reads_need_no_graph(name)
             return SIZES_OF_BOXES[name][0](self.head(self.body(x).view(len(x), 2, 4)), targets)
 
     torch.manual_seed(0)
-    model = Whole()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Whole())
     batches = [
         (torch.randn(len(counts), WIDTH), [{"boxes": torch.rand(count, 2)} for count in counts])
         for counts in ((1, 2, 3, 2), (2, 2, 3, 3), (5, 4, 3, 2))

@@ -71,8 +71,7 @@ SET: dict[str, tuple[Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", SET)
 def test_it_is_recorded(name: str) -> None:
     forward, held, attribute = SET[name]
-    model = Model(forward, **held)
-    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    plain, x = copy.deepcopy(model := Model(forward, **held)), torch.randn(4, 8)
     path, _, key = attribute.rpartition(".")
     owner = model.get_submodule(path)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
@@ -110,8 +109,7 @@ class Counter(nn.Module):
 
 
 def test_a_counter_that_forward_does_not_use_is_not_kept() -> None:
-    model = Model(lambda m, x: m.second(m.first(m.first(x))), first=Counter())
-    plain, other = copy.deepcopy(model), Model(lambda m, x: x * (m.first(x) * 0 + m.first.calls), first=Counter())
+    plain = copy.deepcopy(model := Model(lambda m, x: m.second(m.first(m.first(x))), first=Counter()))
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 8),)) as pipe:
         assert (model.first.calls, pipe.plan.whole) == (0, ())
         for samples in (4, 6, 4):
@@ -120,8 +118,17 @@ def test_a_counter_that_forward_does_not_use_is_not_kept() -> None:
             with pytest.raises(StateError, match=r"'first.calls' in each call.*let forward return it"):
                 int(model.first.calls)
             model.first.calls = 0
-    with pytest.raises(FxpipeError, match=r"changes the attribute 'first.calls'"):
-        fxpipe.trace(other, (torch.randn(4, 8),))
+
+
+def _uses(use: Any) -> Any:
+    return lambda: Model(lambda m, x: m.first(x) * use(m.first), first=Counter())
+
+
+def _compares(counter: Any) -> float:
+    try:
+        return 1.0 + (counter.calls < 2)
+    except StateError:
+        return 3.0
 
 
 def _counts_in_dict(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -165,13 +172,17 @@ COUNTS = {
     "unseen": lambda: Model(_counts_unseen, steps=0),
     "under another name": lambda: Model(_alias, history=[], current=None),
     "read by a hook": _read_by_a_hook,
+    "as a factor": _uses(lambda counter: counter.calls),
+    "by its type": _uses(lambda counter: 1 + isinstance(counter.calls, int)),
+    "by its text": _uses(lambda counter: len(f"{counter.calls}")),
+    "with errors caught": _uses(_compares),
 }
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_what_the_next_call_or_a_node_reads_is_refused(name: str) -> None:
     model = COUNTS[name]()
-    with pytest.raises(FxpipeError, match=r"changes the attribute|sets .* in each call"):
+    with pytest.raises(FxpipeError, match=r"changes the attribute|sets .* in each call|differs from the model's"):
         fxpipe.trace(model, (torch.randn(4, 8),))
 
 

@@ -292,8 +292,7 @@ def _of_tokens(m, tokens):
 
 @pytest.mark.anywhere
 def test_dataclasses_go_in_and_out():
-    model = Passes(Inner(_of_tokens))
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Passes(Inner(_of_tokens)))
     assert str(whole(model)).count(" Inner(") == 1
     with pipe_of(model, example_args=(x(),)) as pipe:
         for _ in range(2):
@@ -484,8 +483,7 @@ class Seldom(Layered, norm=lambda: nn.BatchNorm1d(6), count=lambda: torch.ones((
 @pytest.mark.anywhere
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_buffers_that_did_not_change_when_it_was_traced_may_change_later(mode):
-    model = Model(Seldom())
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model(Seldom()))
     with pipe_of(model, chunks=1, checkpoint=mode) as pipe:
         for given in (x(), x() * 1000, x() * 1000, x()):
             assert_step(pipe, plain, given)
@@ -896,8 +894,7 @@ class Routing(Layered, first=6, last=6, function=lambda: None):
 
 @pytest.mark.anywhere
 def test_leaf_functions():
-    model = Routing()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Routing())
     traced = fxpipe.trace(model, (x(),))
     assert [n.name for n in traced.nodes if n.target.__name__ == "route"] == ["route"]
     with fxpipe.pipeline(model, workers(2), 3) as pipe:
@@ -991,8 +988,7 @@ BY_ITSELF: dict[str, tuple[Any, str]] = {
 )
 def test_kept_whole_by_itself(name):
     make, why = BY_ITSELF[name]
-    model = Model(make())
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model(make()))
     with fxpipe.pipeline(model, workers(2), 3) as pipe:
         for batch in (6, 5):
             given = x(batch)

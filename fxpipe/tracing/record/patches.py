@@ -126,7 +126,8 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         if is_own and recorder.options.counters and threading.get_ident() == here:
             path = recorder.paths.get(id(module))
             if (full_name := f"{path}.{name}" if path else name) in recorder.options.counters:
-                return NotKept(full_name) if type(value) in (int, float) else value
+                is_number = type(value) in (int, float)
+                return NotKept(full_name, error=recorder.refuse_use) if is_number else value
         if is_asked and not recorder.paused and name in own:
             recorder.python_reads.add_attribute(own, name)
         return value

@@ -660,6 +660,11 @@ class Recorder(TorchFunctionMode):
                 "make tensors with functions of torch (torch.zeros; not torch.FloatTensor(x.size()))",
             )
 
+    def refuse_use(self, message: str) -> CannotRecord:
+        """Returns the error to raise for a use of a counter, and keeps it, in case forward catches it."""
+        self.refusal = self.refusal or CannotRecord(message)
+        return self.refusal
+
     def refusal_of_write(self, parameter: torch.Tensor, name: str | None) -> tuple[str, str, bool]:
         """Returns the refusal of a write to a parameter. If it is frozen, another recording takes it as a buffer."""
         if _is_frozen(parameter):

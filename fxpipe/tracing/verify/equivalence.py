@@ -200,13 +200,18 @@ def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int) -> li
     return None
 
 
+_numbers = itertools.count(1009, 1009)
+
+
 @contextlib.contextmanager
 def restoring(traced: Traced) -> Iterator[Snapshot]:
     """A block that runs the model or its graph with the user's seed; the model and all random states are restored."""
     with preserve_state(traced.model) as snapshot, without_gradients(traced.model), preserve_objects(traced.in_spec):
-        for name in traced.overwritten:  # whatever reads one before it is set raises
+        for name in traced.overwritten:  # whatever reads one before it is set raises, or gets another number each time
             path, _, key = name.rpartition(".")
-            traced.model.get_submodule(path).__dict__[key] = NotKept(name)
+            store = traced.model.get_submodule(path).__dict__
+            is_counter = name in traced.recording_options.counters
+            store[key] = store[key] + next(_numbers) if is_counter else NotKept(name)
         torch.manual_seed(torch.initial_seed() % 2**31)
         yield snapshot
 

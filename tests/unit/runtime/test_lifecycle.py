@@ -406,8 +406,7 @@ def test_several_forwards_and_then_their_backwards(order, checkpoint):
 
 def test_a_forward_into_a_forward():
     """The output of one call is the input of the next: one backward goes through both."""
-    model = Model().eval()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model().eval())
     x = _x().requires_grad_()
     with _pipe(model) as pipe:
         pipe(pipe(x)).pow(2).sum().backward()

@@ -153,8 +153,7 @@ def test_the_pipeline_is_the_model(make: Callable[[nn.Module], nn.Module]) -> No
 
 
 def test_a_number_read_of_a_trained_parameter_is_that_of_the_step() -> None:
-    model = Reads()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Reads())
     with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x(8),))) as pipe:
         assert pipe.plan.guards
         train_both(pipe, plain, 3)
