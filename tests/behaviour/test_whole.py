@@ -1020,6 +1020,8 @@ def test_functions_of_vmap_have_the_tensors_of_the_micro_batch_in_their_closures
         assert pipe.plan.why == ()
         for batch in (6, 4, 6):
             assert_step(pipe, plain, x(batch))
+            for one in (model, plain):  # the closure holds the module, which has another parameter now
+                one.weight = nn.Parameter(one.weight.detach() * 2)
 
 
 def test_draws_inside_of_a_module_kept_whole_are_its_own():

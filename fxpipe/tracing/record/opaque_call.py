@@ -252,9 +252,8 @@ def call_opaque(
     if outside := opaque.known_tensors or external:
         if lifts and not (random or rolled) and all(recorder.knows(t) or recorder.names.own(t) for t in outside):
             lifted = [*dict.fromkeys(outside)]
-            return call_opaque(
-                recorder, _with_lifted(run, lifted), name, tensors, (lifted, args, kwargs), {}, in_module
-            )
+            lifting = _with_lifted(recorder.model, run, lifted)
+            return call_opaque(recorder, lifting, name, tensors, (lifted, args, kwargs), {}, in_module)
         created = {"a tensor that forward has made" for t in outside if recorder.knows(t)}
         own_names = [recorder.names.own(t) for t in outside if not recorder.knows(t)]
         names = created.union("a tensor of its own" if one is None else repr(one) for one in own_names)
@@ -305,12 +304,14 @@ class _Lifted(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _with_lifted(run: OpaqueRun, held: Sequence[torch.Tensor]) -> OpaqueRun:
+def _with_lifted(model: nn.Module, run: OpaqueRun, held: Sequence[torch.Tensor]) -> OpaqueRun:
     """Returns `run` with values for tensors that its closures hold, as the first argument: they differ in each call."""
+    slots = {id(tensor): slot for slot, tensor in slots_of(model).items()}
+    places = [(tensor, slots.get(id(tensor))) for tensor in held]  # closures read the tensors that the model has now
 
     def lifted(tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values, args, kwargs = args
-        with _Lifted(held, values):
+        with _Lifted([t if slot is None else slot.store(model)[slot.key] for t, slot in places], values):
             return run(tensors, args, kwargs)
 
     return lifted
