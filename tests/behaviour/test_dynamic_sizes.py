@@ -353,8 +353,7 @@ def assert_outputs(pipe: Any, plain: nn.Module, *inputs: torch.Tensor) -> None:
 @pytest.mark.anywhere
 def test_a_condition_on_samples_and_size_is_that_of_the_mini_batch() -> None:
     """As in the plain model, also where the micro-batches alone would go another way."""
-    model = Model(function=lambda m, h: h * 2 if h.shape[0] * h.shape[1] > 30 else h)
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model(function=lambda m, h: h * 2 if h.shape[0] * h.shape[1] > 30 else h))
     with pipe_of(model, torch.randn(4, 40, D)) as pipe:
         for length in (50, 45, 33, 20, 10, 6, 9):
             assert_outputs(pipe, plain, torch.randn(4, length, D))

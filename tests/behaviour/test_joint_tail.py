@@ -257,8 +257,7 @@ def assert_steps(pipe, plain, batches, exact):
 @pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 4), (torch.float64, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_those_of_the_plain_model_on_the_whole_batch(name, dtype, chunks):
-    model = MODELS[name]().to(dtype)
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := MODELS[name]().to(dtype))
     options = {"checkpoint": "always"} if chunks == 2 else {}
     batches = [inputs(model, batch, dtype, seed) for seed, batch in enumerate((8, 11, 8), 1)]
     example = inputs(model, 8, dtype)

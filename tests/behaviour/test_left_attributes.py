@@ -71,8 +71,7 @@ HELD: dict[str, dict[str, Any]] = {"new": {}, "None": {"kept": None}, "a tensor"
 
 @pytest.mark.parametrize(("name", "held"), each_once(SETS, HELD.values()))
 def test_it_is_the_mini_batchs(name: str, held: dict[str, Any]) -> None:
-    model = Model(SETS[name], **held)
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model := Model(SETS[name], **held))
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 3),)) as pipe:
         for samples in (4, 7, 5):
             x = torch.randn(samples, 3)
@@ -103,8 +102,7 @@ def _with_a_mean_of_rows(m: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.anywhere
 @pytest.mark.parametrize("forward", [_the_output, _with_a_loss, _with_a_mean_of_rows])
 def test_what_requires_grad_goes_back_through_the_pipe(forward: Any) -> None:
-    model = Model(forward)
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model := Model(forward))
     with fxpipe.pipeline(model, workers(2), 2, example_args=(torch.randn(4, 3),)) as pipe:
         for _ in range(2):
             x = torch.randn(6, 3)

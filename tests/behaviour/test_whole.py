@@ -442,8 +442,7 @@ def test_attributes_set_after_planning_are_followed(is_whole):
 
     parts = [nn.LeakyReLU(0.1), nn.Dropout(1.0).eval()]
     held: dict[str, Any] = {"scales": [1.0], "extra": None, "act": F.relu, "by_name": {"a": (1.0,)}, "parts": parts}
-    model = Model(Inner(forward, p=0.0, options=Options(1.0), **held))
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Model(Inner(forward, p=0.0, options=Options(1.0), **held)))
 
     changes: list[Any] = [
         lambda m: None,
@@ -705,8 +704,7 @@ class Reads(Layered, first=6, inner=LayerDrop):
 
 
 def test_a_tuple_that_nobody_reads_may_have_another_length_in_each_call():
-    model = Reads(read=lambda last, states: last * 2 if states is not None else last)
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := Reads(read=lambda last, states: last * 2 if states is not None else last))
     with pipe_of(model, chunks=2, example_args=(x(),)) as pipe:
         for seed in range(4):
             random.seed(seed)

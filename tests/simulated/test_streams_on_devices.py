@@ -339,8 +339,7 @@ def test_deferred_statistics_of_replicas_are_merged_where_the_buffers_are():
 @pytest.mark.parametrize("places", ["2-1", "1-2"])
 def test_a_stage_optimizer_and_a_weighted_loss_add_up_over_devices(places, overlap):
     torch.manual_seed(7)
-    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain := nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
     want = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     with replicated(model, PLACES[places], last="1") as pipe:
         have = StageOptimizer(pipe, torch.optim.AdamW, overlap=overlap, lr=1e-2)

@@ -176,8 +176,7 @@ def _disarmed():
 def test_a_failure_at_every_action(schedule, checkpoint):
     """The original object arrives with a note, nothing has changed, and the next step equals a fresh pipe's bits."""
     order, run = ("gpipe", _drop_in) if schedule == "drop-in" else (schedule, _step)
-    model = Model()
-    fresh = copy.deepcopy(model)
+    fresh = copy.deepcopy(model := Model())
     with _make(fresh, schedule=order, checkpoint=checkpoint) as pipe:
         want_loss, want = run(pipe), _state(fresh)
     with _make(model, schedule=order, checkpoint=checkpoint) as pipe:

@@ -299,8 +299,7 @@ def test_a_copy_of_a_model_that_holds_a_pipe():
         def forward(self, x):
             return self.pipe(x)
 
-    holder = Holder()
-    copied = copy.deepcopy(holder)
+    copied = copy.deepcopy(Holder())
     assert copied.pipe.model is copied.model
     copied(_x())
     copied.pipe.close()

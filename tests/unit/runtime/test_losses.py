@@ -413,8 +413,7 @@ def with_own_generator(y, t, generator=torch.Generator()):  # noqa: B008
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_loss_that_draws_draws_what_a_loop_over_micro_batches_draws(schedule):
     """It was an error: the loss of the whole mini-batch draws other numbers, and so was another one."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double())
     x, target = torch.randn(8, 4).double(), torch.randn(8, 4).double()
     with pipe_of(model, schedule=schedule) as pipe:
         torch.manual_seed(1)

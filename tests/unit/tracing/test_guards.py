@@ -103,8 +103,7 @@ def test_reads_of_inputs(name):
 
 @pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "never"), ("gpipe", "always")])
 def test_each_answer_is_a_graph_and_is_kept(schedule, checkpoint):
-    model = make_reading(lambda m, h, x: h.relu() if (x > 0).all() else h.tanh())
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := make_reading(lambda m, h, x: h.relu() if (x > 0).all() else h.tanh()))
     with pipe_of(model, schedule=schedule, checkpoint=checkpoint) as pipe:
         counts = []
         for x in (positive(), mixed_signs(), positive(6), mixed_signs(9), positive()):
@@ -132,8 +131,7 @@ def test_reads_of_constants_are_no_guards():
 
 
 def test_a_read_that_depends_on_the_batch_size_is_asked_for_the_whole_batch():
-    model = make_reading(lambda m, h, x: h * 2 if x.sum() / x.shape[0] > 8 else h)
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := make_reading(lambda m, h, x: h * 2 if x.sum() / x.shape[0] > 8 else h))
     with pipe_of(model) as pipe:
         for x in (positive(8), positive(8) * 9, positive(5), positive(6) * 9):
             assert_step(pipe, plain, x)
@@ -385,8 +383,7 @@ def test_guards_are_in_the_plan_and_on_disk(tmp_path):
 
 
 def test_reads_that_change_in_each_step_are_warned_of_once():
-    model = make_reading(lambda m, h, x: h * x.sum().item())
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model := make_reading(lambda m, h, x: h * x.sum().item()))
     line = model.between.__code__.co_firstlineno
     with pipe_of(model) as pipe, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
