@@ -165,6 +165,7 @@ class SideBySide(Findings):
             if memory := info(writer).written_storages & self.state:
                 for node in dependencies_of(writer):
                     self.updates[node] = self.updates.get(node, frozenset()) | memory
+        self.before = findings.joins  # in earlier runs
         self.adaptive = set[fx.Node]()  # opaque nodes whose Python reads something of all samples
         self.noise: dict[Hashable, torch.Tensor] = {}  # by number of elements, dtype and device
         self.of_buffers = {*self.buffers}  # values computed from buffers, and not from samples
@@ -409,8 +410,9 @@ class SideBySide(Findings):
         tolerance = 100 * self.eps[node] if node in self.adaptive else max(2e-4, 4 * self.eps[node])
         leaves = zip(*tensors, strict=True)
         joins = [_joins_of_tensors(whole, parts, self.parts, tolerance) for whole, *parts in leaves]
-        if isinstance(self.values[node][0], torch.Tensor):
-            return joins[0]
+        if isinstance(self.values[node][0], torch.Tensor):  # sorted numbers of equal samples look like groups
+            is_known = not self.before or joins[0] <= self.before.get(node, NO_JOIN)
+            return joins[0] if is_known else frozenset(how for how in joins[0] if not isinstance(how, Groups))
         return frozenset(("parts",)) if all(joins) else NO_JOIN
 
     def _is_update(self, node: fx.Node, sources: list[fx.Node]) -> bool:
