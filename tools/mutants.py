@@ -588,7 +588,7 @@ RUNTIME = (
     ),
     Mutant(
         "tracing/record/patches.py",
-        "return NotKept(full_name) if type(value) in (int, float) else value",
+        "return NotKept(full_name, error=recorder.refuse_use) if is_number else value",
         "return value",
         "behaviour/test_overwritten_attributes.py::test_a_counter_that_forward_does_not_use_is_not_kept",
     ),

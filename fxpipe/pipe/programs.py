@@ -241,9 +241,9 @@ class Programs:
         # `in_one`: forward and backward run in one step. `seed`: of the step; None: the next one of torch's generator.
         seed, graphs = peek_seed() if seed is None else seed, list[CachedGraph]()
         while isinstance(result := self.look_up(calls, is_handed_over, in_one, seed, graphs), MissingGraph):
-            found = self._look_up_in_modes(calls, is_handed_over, in_one, seed)
-            if found is not None:
-                return found
+            inputs = self._look_up_in_modes(calls, is_handed_over, in_one, seed)
+            if inputs is not None:
+                return inputs
             self.record(result, seed, graphs)
         return result
 
@@ -256,9 +256,9 @@ class Programs:
             for module in before:
                 module.training = modes[module]
             setting = [graph for graph in self.graphs if before and graph.modes == modes]
-            found = self.look_up(calls, is_handed_over, in_one, seed, [], among=setting) if setting else None
-            if isinstance(found, GivenInputs):
-                return found
+            inputs = self.look_up(calls, is_handed_over, in_one, seed, [], among=setting) if setting else None
+            if isinstance(inputs, GivenInputs):
+                return inputs
             for module, flag in before.items():
                 module.training = flag
         return None

@@ -135,12 +135,6 @@ class Tail(Views):
         return self.loss(self, F.normalize(self.encoder(x), dim=-1), F.normalize(self.encoder(y), dim=-1).detach())
 
 
-class Grouped(Views):
-    def forward(self, x, y):
-        z = self.encoder(torch.cat([x, y]))  # all first views, then all second ones
-        return self.loss(*z.chunk(2)), z
-
-
 def xbm(m, a, b):
     m.bank[(m.place + torch.arange(len(a))) % len(m.bank)] = b
     m.place.add_(len(a)).remainder_(len(m.bank))
@@ -194,7 +188,6 @@ MODELS = {
     "two towers": TwoTowers,
     "SimCLR": lambda: Views(loss=nt_xent),
     "SimCLR with a mask": lambda: Views(loss=nt_xent_with_a_mask),
-    "views in groups": lambda: Grouped(loss=F.mse_loss),
     "VICReg": lambda: Views(loss=vicreg),
     "Barlow Twins": lambda: Views(loss=barlow_twins),
     "a branch in Python": lambda: Views(loss=with_a_branch),

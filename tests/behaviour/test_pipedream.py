@@ -132,8 +132,8 @@ def test_a_loss_of_all_samples_has_the_versions_of_mini_batches_that_are_not_cut
         stream, losses = train(pipe, [x for x, _ in data] if is_inside else data, **of_stream)
         loss_fn = (lambda y, t: contrast(y, y)) if is_inside else contrast
         want, _ = train_delayed([*plain], data, loss_fn, momentum, RULES[rule], chunks, joint=True)
-        assert torch.equal(torch.stack(losses), torch.stack(want))
-        assert_same(model, plain)
+        torch.testing.assert_close(torch.stack(losses), torch.stack(want))  # sums of gathered rows round differently
+        torch.testing.assert_close(model.state_dict(), plain.state_dict())
         versions = {"stashing": range(stages, 0, -1), "vertical sync": [stages] * stages, "2bw": [2] * stages}
         assert stream.versions_held == tuple(versions.get(rule, [1]))
 

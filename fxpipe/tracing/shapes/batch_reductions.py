@@ -26,7 +26,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch
@@ -85,14 +85,7 @@ ROW_TERMS: Terms = frozenset({(1, _ROW)})
 _OF_EACH_ROW = PRODUCTS | QUOTIENTS | {"neg", "to", "float", "double"}
 
 
-class Groups(NamedTuple):
-    """Rows in groups that each hold all samples: all first views, then all second views."""
-
-    dim: int
-    number: int
-
-
-Joins = Collection[int | str | Groups]  # combinations of parts: a dimension, "sum", "mean", "same"
+Joins = Collection[int | str]  # combinations of parts: a dimension, "sum", "mean", "same"
 
 
 class UnknownReductionError(Exception):
@@ -296,7 +289,7 @@ class ReductionWalk:
             self._size_piece(node, per_sample)
         elif not self._reduction(node):
             if (dim := self._rows(node)) is None:
-                return self._grouped_piece(node)
+                return False
             self._piece(node, dim, ROW_TERMS)
         return True
 
@@ -436,19 +429,6 @@ class ReductionWalk:
             mean = CombinationRef(self.reduced.values[node])
             self._call(node, torch.Tensor.to, (mean, info(node).shapes[0].dtype), {})
 
-    def _grouped_piece(self, node: fx.Node) -> bool:
-        """Adds rows in groups: with a dimension for the groups, the rows of micro-batches are concatenated."""
-        how = next((how for how in (self.joins or {}).get(node, ()) if isinstance(how, Groups)), None)
-        if how is None or len(info(node).shapes) != 1:
-            return False
-        shape, dtype = info(node).shapes[0].shape, info(node).shapes[0].dtype
-        arguments = (node, how.dim, (how.number, -1))
-        grouped = (*shape[: how.dim], sympy.Integer(how.number), shape[how.dim] / how.number, *shape[how.dim + 1 :])
-        piece = self._add_after(node, torch.unflatten, arguments, dtype, grouped)
-        self._piece(piece, how.dim + 1, ROW_TERMS)
-        self._call(node, torch.flatten, (CombinationRef(self.reduced.values[piece]), how.dim, how.dim + 1), {})
-        return True
-
     def _call(self, node: fx.Node, function: Any, args: Any, kwargs: Any, is_shared: bool = False) -> None:
         state = state_of(node) if info(node).state is not None else self.traced.state
         self.reduced.calls.append(CombinationCall(function, args, kwargs, state, node.name if is_shared else ""))
@@ -547,14 +527,12 @@ class ReductionWalk:
         shape = info(node).shapes[0].shape
         return next((d, size) for d, size in enumerate(shape) if size.free_symbols)
 
-    def _add_after(
-        self, node: fx.Node, function: Any, args: tuple[Any, ...], dtype: torch.dtype, shape: Any = ()
-    ) -> fx.Node:
+    def _add_after(self, node: fx.Node, function: Any, args: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
         graph = self.traced.graph
         like = node if node.op in CALL_OPS else next(n for n in graph.nodes if n.op in CALL_OPS)
         with graph.inserting_after(node) if like is node else graph.inserting_before(like):
             new = graph.call_function(function, args)
-        shape = info(node).shapes[0].shape if function is torch.clone else shape
+        shape = info(node).shapes[0].shape if function is torch.clone else ()
         set_info(new, info(like).beside(known_shapes=(TensorShape(shape, dtype),)))
         self.added.append(new)
         if any(source in self.batch_dependent for source in new.all_input_nodes):

@@ -1,9 +1,8 @@
 """Runs a graph node by node on a few samples (the whole) and on parts of them, side by side.
 
-A value *joins* if its parts can be combined into the whole: rows along a dimension, also in groups (all first views,
-then all second views), a sum, a mean, or the same value in all parts. This needs no list of functions. Tokens sorted by
-expert do not join, and join again when they are restored (a *block*). A value can hide a dependence between samples, so
-there are three kinds of runs:
+A value *joins* if its parts can be combined into the whole: rows along a dimension, a sum, a mean, or the same value in
+all parts. This needs no list of functions. Tokens sorted by expert do not join, and join again when they are restored
+(a *block*). A value can hide a dependence between samples, so there are three kinds of runs:
 
 - *loud*: the last samples in reverse order, parameters that are zero or tiny replaced (opened), and noise on each value
   with rows: equal in whole and parts, but smaller in the last part, so that statistics of the parts differ;
@@ -22,7 +21,6 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -35,7 +33,7 @@ from fxpipe.tracing.guards import expect
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_rng, preserve_state
 from fxpipe.tracing.node_info import call_on_device, dependencies_of, info, state_of
-from fxpipe.tracing.shapes.batch_reductions import Groups, base_opname
+from fxpipe.tracing.shapes.batch_reductions import base_opname
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify import compared_sizes
 from fxpipe.tracing.verify.equivalence import is_close, take_samples
@@ -45,7 +43,7 @@ EVIDENCE = 5  # times the tolerance: a larger change shows that a value depends 
 WEAK = 0.05  # share of the largest element: a smaller common part of samples may be lost in the next nodes
 
 Opened = dict[fx.Node, torch.Tensor]  # replacements of parameters that are zero or tiny
-Joins = frozenset[int | str | Groups]  # dimensions that hold rows, "sum", "mean", "same"; "parts" of a tuple
+Joins = frozenset[int | str]  # dimensions that hold rows, "sum", "mean", "same"; "parts" of a tuple
 NO_JOIN: Joins = frozenset()
 _UNSET = frozenset("empty new new_empty empty_like empty_strided new_empty_strided".split())
 _LIKE_FIRST = _UNSET | frozenset(
@@ -70,7 +68,7 @@ class Findings:
     failed: set[fx.Node] = field(default_factory=set)  # with all that is computed from these
 
     def has_rows(self, node: fx.Node) -> bool:
-        return any(isinstance(how, (int, Groups)) or how == "parts" for how in self.joins[node])
+        return any(isinstance(how, int) or how == "parts" for how in self.joins[node])
 
     def add(self, run: Findings) -> None:
         self.joins = {node: self.joins.get(node, joins) & joins for node, joins in run.joins.items()}
@@ -165,7 +163,6 @@ class SideBySide(Findings):
             if memory := info(writer).written_storages & self.state:
                 for node in dependencies_of(writer):
                     self.updates[node] = self.updates.get(node, frozenset()) | memory
-        self.before = findings.joins  # in earlier runs
         self.adaptive = set[fx.Node]()  # opaque nodes whose Python reads something of all samples
         self.noise: dict[Hashable, torch.Tensor] = {}  # by number of elements, dtype and device
         self.of_buffers = {*self.buffers}  # values computed from buffers, and not from samples
@@ -311,9 +308,7 @@ class SideBySide(Findings):
             pairs = zip(self._made_of(node, {}, step != 0), self._made_of(node, moved, step != 0), strict=True)
             for place, (left, right) in enumerate(pairs):
                 rows = (self._rows_of_parts(node, place, left, dim) for dim in range(left.dim()))
-                is_same = any(of and _same_rows(left, right, dim, of, part) for dim, of in enumerate(rows))
-                groups = {how for n in moving for how in self.joins[n] if isinstance(how, Groups)}
-                if not (is_same or any(_same_groups(left, right, how, self.parts, part) for how in groups)):
+                if not any(of and _same_rows(left, right, dim, of, part) for dim, of in enumerate(rows)):
                     return False
         return True
 
@@ -327,12 +322,10 @@ class SideBySide(Findings):
         return [] if rest else [rows * size for size in self.parts]
 
     def _moved_rows(self, node: fx.Node, part: int, step: int) -> Any:
-        value, hows = _copied(self.values[node][0]), [how for how in self.joins[node] if not isinstance(how, str)]
-        if not hows or not (_is_float(value) or step):
+        value, dims = _copied(self.values[node][0]), [d for d in self.joins[node] if isinstance(d, int)]
+        if not dims or not (_is_float(value) or step):
             return value
-        of_whole, *of_parts = _with_groups((value, *self.values[node][1:]), hows[0])
-        dim = hows[0] if isinstance(hows[0], int) else hows[0].dim + 1
-        rows = of_whole.split([v.shape[dim] for v in of_parts], dim)[part]
+        rows = value.split([v.shape[dims[0]] for v in self.values[node][1:]], dims[0])[part]
         if value.dtype == torch.bool:
             rows.logical_not_()
         elif not _is_float(value):
@@ -410,9 +403,8 @@ class SideBySide(Findings):
         tolerance = 100 * self.eps[node] if node in self.adaptive else max(2e-4, 4 * self.eps[node])
         leaves = zip(*tensors, strict=True)
         joins = [_joins_of_tensors(whole, parts, self.parts, tolerance) for whole, *parts in leaves]
-        if isinstance(self.values[node][0], torch.Tensor):  # sorted numbers of equal samples look like groups
-            is_known = not self.before or joins[0] <= self.before.get(node, NO_JOIN)
-            return joins[0] if is_known else frozenset(how for how in joins[0] if not isinstance(how, Groups))
+        if isinstance(self.values[node][0], torch.Tensor):
+            return joins[0]
         return frozenset(("parts",)) if all(joins) else NO_JOIN
 
     def _is_update(self, node: fx.Node, sources: list[fx.Node]) -> bool:
@@ -537,13 +529,11 @@ class SideBySide(Findings):
 
     def _spread(self, node: fx.Node) -> None:
         """Gives parts the rows of the whole, so that rounding does not add up; adds noise, or repeats one sample."""
-        hows = [how for how in self.joins[node] if not isinstance(how, str)]
+        values, dims = self.values[node], [how for how in self.joins[node] if isinstance(how, int)]
         goes_on = any(user.op != "output" for user in node.users)
-        if not (hows and goes_on) or not self.written.isdisjoint(info(node).storages):
+        if not (dims and goes_on) or not self.written.isdisjoint(info(node).storages):
             return
-        how, before = hows[0], self.values[node]
-        values, dim = _with_groups(before, how), how if isinstance(how, int) else how.dim + 1
-        value = values[0].detach()
+        value, dim = values[0].detach(), dims[0]
         rows, rest = divmod(value.shape[dim], sum(self.parts))
         if node in self.features and _is_float(value) and self.is_noisy and value.numel() > 0:
             noise = self._noise(value)
@@ -558,7 +548,7 @@ class SideBySide(Findings):
         elif self.mode == "equal" and not (rest or value.is_floating_point() or value.is_complex()):
             value = torch.cat([value.narrow(dim, 0, rows)] * sum(self.parts), dim)
         new = value, *value.split([v.shape[dim] for v in values[1:]], dim)
-        self.values[node] = [_like(one.reshape(old.shape), old) for one, old in zip(new, before, strict=True)]
+        self.values[node] = [_like(one, old) for one, old in zip(new, values, strict=True)]
 
 
 def _value_sources(node: fx.Node) -> list[fx.Node]:
@@ -600,14 +590,7 @@ def _joins_of_tensors(
             return NO_JOIN
         rows = whole.split([part.shape[dim] for part in parts], dim)
         is_equal = all(map(torch.equal, rows, parts))  # nearly always, and then it takes no copy
-        if is_equal or is_whole(torch.cat([*parts], dim)):
-            return frozenset((dim,))
-        each, *others = {Fraction(part.shape[dim], size) for part, size in zip(parts, sizes, strict=True)}
-        numbers = [k for k in range(2, int(each) + 1) if each % k == 0 and not others]
-        for how in (Groups(dim, number) for number in numbers):
-            if is_whole(torch.cat(_with_groups(parts, how), dim + 1).reshape(whole.shape)):
-                return frozenset((how,))
-        return NO_JOIN
+        return frozenset((dim,)) if is_equal or is_whole(torch.cat([*parts], dim)) else NO_JOIN
     joins: set[int | str] = {"same"} if all(is_whole(part) for part in parts) else set()
     if whole.dtype != torch.bool and is_whole(sum(parts[1:], parts[0])):
         joins.add("sum")
@@ -644,19 +627,6 @@ def _same_rows(left: torch.Tensor, right: torch.Tensor, dim: int, rows: Sequence
         return False
     ends = [(t.narrow(dim, 0, before), t.narrow(dim, t.shape[dim] - after, after)) for t in (left, right)]
     return all(map(is_close, *ends))
-
-
-def _same_groups(left: torch.Tensor, right: torch.Tensor, how: Groups, parts: Sequence[int], part: int) -> bool:
-    if left.shape != right.shape or left.dim() <= how.dim or left.shape[how.dim] % (how.number * sum(parts)):
-        return False
-    left, right = _with_groups((left, right), how)
-    rows = left.shape[how.dim + 1] // sum(parts)
-    return _same_rows(left, right, how.dim + 1, [rows * size for size in parts], part)
-
-
-def _with_groups(values: Sequence[torch.Tensor], how: int | Groups) -> list[torch.Tensor]:
-    """Returns values with a dimension for the groups, before the dimension of the rows."""
-    return [v if isinstance(how, int) else v.unflatten(how.dim, (how.number, -1)) for v in values]
 
 
 def _eps(value: Any) -> float:
