@@ -594,8 +594,8 @@ RUNTIME = (
     ),
     Mutant(
         "tracing/record/opaque_call.py",
-        "values, args, kwargs = args\n        with _Lifted(held, values):",
-        "values, args, kwargs = args\n        with _Lifted(held, [t.detach() for t in values]):",
+        "for t, slot in places], values):",
+        "for t, slot in places], [t.detach() for t in values]):",
         "behaviour/test_whole.py::test_functions_of_vmap_have_the_tensors_of_the_micro_batch_in_their_closures",
     ),
     Mutant(
