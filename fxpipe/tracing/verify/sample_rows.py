@@ -60,7 +60,7 @@ def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dim
 
 
 def _unkept_attributes(traced: Traced, refusal: _Refusal) -> list[str]:
-    """Returns the attributes that forward sets to what does not join, such as the loss of a router (`self.l_aux`)."""
+    """Returns the attributes that forward sets to what does not join, such as the loss that a router leaves."""
     dims, buffers = traced.left_attribute_dims, dict(traced.model.named_buffers())
     left = traced.left if refusal.joins else {}
     return [name for name, node in left.items() if name not in buffers and dims[name] not in refusal.joins[node]]
