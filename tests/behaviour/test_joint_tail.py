@@ -22,7 +22,7 @@ from helpers.oracle import assert_same_state
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError, LossError, StateError
+from fxpipe.errors import ArgumentError, LossError, StateError, TraceError
 from fxpipe.scheduling import ActionKind
 
 CLASSES = 7
@@ -388,6 +388,13 @@ def test_a_tail_of_parameters_that_were_frozen_while_planning_is_refused():
         model.requires_grad_(True)
         with pytest.raises(LossError, match=r"output 0 .* make the pipe after you set requires_grad"):
             pipe.forward_backward(*given, loss_fn=lambda out: out[0])
+
+
+def test_a_cache_of_a_draw_is_refused():
+    fill = lambda m, n: m.labels.get("n") == n or m.labels.update(n=n, kept=torch.randperm(n))  # noqa: E731
+    loss = lambda m, a, b: (fill(m, len(a)), (F.log_softmax(a @ b.T, 1).diagonal() * m.labels["kept"]).mean())[1]  # noqa: E731
+    with pytest.raises(TraceError, match=r"labels|batch size"):
+        fxpipe.trace(Tail(loss=loss, labels={}), inputs(None, 8, torch.float32), chunks=2)
 
 
 def test_state_that_changes_once_in_a_step():

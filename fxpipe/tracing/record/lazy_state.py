@@ -11,7 +11,7 @@ next call is recorded. Tensors get their values back. The first call must comput
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,18 +42,36 @@ class LazyState:
     names: frozenset[str]
 
     def restore_if_refilled(self, request: TraceRequest) -> bool:
-        """Removes the state; returns whether calls with fewer samples compute without it what they compute with it."""
-        leaves, spec, values = input_leaves(request.model, request.args, request.kwargs)
+        """Removes the state; returns whether calls compute without it what they compute with it.
+
+        They are calls with fewer samples, and with other parameters and draws: forward may keep what it makes of these.
+        """
+        model = request.model
+        leaves, spec, values = input_leaves(model, request.args, request.kwargs)
         dims = candidate_dims(leaves, request.in_dims)
-        calls = []
-        with contextlib.suppress(Exception):  # the model raises again
+        calls: list[_LazyCall] = []
+        with contextlib.suppress(Exception), _other_parameters(model):  # the model raises again
             half = max(samples_along(v, dim) for v, dim in zip(values, dims, strict=True) if dim is not None) // 2
-            part = as_given(leaves, slice_samples(values, dims, 0, half)) if half else []
-            calls.append(_call_once(request.model, part, spec))
+            batches = [as_given(leaves, slice_samples(values, dims, 0, half)), values] if half else []
+            calls += [_call_once(model, batch, spec, seed=1) for batch in batches]
             self.before.restore()
-            calls.append(_call_once(request.model, part, spec))
+            calls += [_call_once(model, batch, spec, seed=1) for batch in batches]
         self.before.restore()
-        return len(calls) == 2 and _calls_agree(*calls)
+        return len(calls) == 4 and all(map(_calls_agree, calls[:2], calls[2:]))
+
+
+@contextlib.contextmanager
+def _other_parameters(model: nn.Module) -> Iterator[None]:
+    """A block in which parameters have other values."""
+    saved = [(p, p.detach().clone()) for p in model.parameters() if p.is_floating_point()]
+    with torch.no_grad():
+        try:
+            for parameter, value in saved:
+                parameter.data.copy_(value * 0.9 + 0.1)
+            yield
+        finally:
+            for parameter, value in saved:
+                parameter.data.copy_(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +137,13 @@ def _other_samples(values: Sequence[Any], dims: Sequence[int | None]) -> list[An
     return [value if dim is None else other(value, dim) for value, dim in zip(values, dims, strict=True)]
 
 
-def _call_once(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec, keeps: bool = False) -> _LazyCall:
+def _call_once(
+    model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec, keeps: bool = False, seed: int = 0
+) -> _LazyCall:
     """Calls the model and restores it. `keeps`: what the call creates stays, if it can be kept."""
     before = {slot: _memory_of(tensor) for slot, tensor in slots_of(model).items() if slot.kind == "parameter"}
     with preserve_state(model) as snapshot, without_gradients(model), preserve_objects(spec):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         copies = {id(value): copy_of_input(value) for value in values}
         args, kwargs = pytree.tree_unflatten([copies[id(value)] for value in values], spec)
         result = run_model(model, args, kwargs)
