@@ -251,16 +251,18 @@ class Programs:
         self, calls: Sequence[ModelCall], is_handed_over: bool, in_one: bool, seed: int
     ) -> GivenInputs | None:
         """Looks up a graph whose forward sets modes of modules itself, which `pipe.train()` has set back."""
-        for modes in [graph.modes for graph in self.graphs if graph.modes]:
-            before = {module: module.training for module, flag in modes.items() if module.training != flag}
-            for module in before:
-                module.training = modes[module]
+        for modes in {frozenset(graph.modes.items()): graph.modes for graph in self.graphs if graph.modes}.values():
+            before, inputs = {m: m.training for m, flag in modes.items() if m.training != flag}, None
             setting = [graph for graph in self.graphs if before and graph.modes == modes]
-            inputs = self.look_up(calls, is_handed_over, in_one, seed, [], among=setting) if setting else None
-            if isinstance(inputs, GivenInputs):
-                return inputs
-            for module, flag in before.items():
-                module.training = flag
+            try:
+                for module in before:
+                    module.training = modes[module]
+                inputs = self.look_up(calls, is_handed_over, in_one, seed, [], among=setting) if setting else None
+                if isinstance(inputs, GivenInputs):
+                    return inputs
+            finally:
+                for module, flag in before.items() if not isinstance(inputs, GivenInputs) else ():
+                    module.training = flag
         return None
 
     def find_known(self, call: ModelCall, seed: int) -> GivenInputs | None:

@@ -64,14 +64,13 @@ class LazyState:
 def _other_parameters(model: nn.Module) -> Iterator[None]:
     """A block in which parameters have other values."""
     saved = [(p, p.detach().clone()) for p in model.parameters() if p.is_floating_point()]
-    with torch.no_grad():
-        try:
-            for parameter, value in saved:
-                parameter.data.copy_(value * 0.9 + 0.1)
-            yield
-        finally:
-            for parameter, value in saved:
-                parameter.data.copy_(value)
+    try:
+        for parameter, value in saved:
+            parameter.data.copy_(value * 0.9 + 0.1)
+        yield
+    finally:
+        for parameter, value in saved:
+            parameter.data.copy_(value)
 
 
 @dataclass(frozen=True, slots=True)
