@@ -32,7 +32,6 @@ from fxpipe._torch.tensor_data import replace_data
 from fxpipe.errors import ArgumentTypeError, StateError
 from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_module import Pipeline, unwrap
-from fxpipe.rewriting.rng import seeded_python_rng
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.engine import scatter_target
 from fxpipe.runtime.losses import check_reduction, checked_loss, refuse_inputs_by_name
@@ -43,6 +42,7 @@ from fxpipe.tracing.model_state import (
     preserve_state,
     python_rng_state,
     same_python_rng_state,
+    seeded_python_rng,
     without_gradients,
 )
 from fxpipe.tracing.node_info import info, named_arguments

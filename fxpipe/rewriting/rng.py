@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +32,7 @@ from fxpipe._torch.operators import RNN_FUNCTIONS, OpOverload, OpOverloadPacket,
 from fxpipe._torch.versions import TESTED_VERSIONS
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import stage_context
-from fxpipe.tracing.model_state import python_rng_state, set_python_rng_state
+from fxpipe.tracing.model_state import seeded_python_rng
 from fxpipe.tracing.record.packing import PACKED_FUNCTIONS
 from fxpipe.utils import accelerator
 from fxpipe.utils.accelerator import generator_lock, mix_seed
@@ -175,19 +173,6 @@ def _lend_generator(generator: torch.Generator, call: Callable[[], Any]) -> Any:
         finally:
             generator.set_state(process.get_state())
             process.set_state(before)
-
-
-@contextlib.contextmanager
-def seeded_python_rng(seed: int) -> Iterator[None]:
-    """A context in which Python's and numpy's random numbers start from a seed."""
-    before = python_rng_state()
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        set_python_rng_state(before)
 
 
 # -- Random functions that take no generator, reimplemented with one --------------------------------------------------

@@ -139,6 +139,19 @@ def set_python_rng_state(states: tuple[Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(states[1])
 
 
+@contextlib.contextmanager
+def seeded_python_rng(seed: int) -> Iterator[None]:
+    """A context in which Python's and numpy's random numbers start from a seed."""
+    before = python_rng_state()
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        set_python_rng_state(before)
+
+
 def same_python_rng_state(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
     if left[0] != right[0] or left[1] is None or right[1] is None:
         return bool(left[0] == right[0])

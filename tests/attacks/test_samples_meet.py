@@ -53,6 +53,11 @@ def assigned_mean(m, h):
     return h - m.last
 
 
+def among_positive(m, h, gates):
+    h = h + 20 * gates[:, None]
+    return torch.stack([row + h[0] if row[0] > 0 else row for row in h])
+
+
 def read_back(m, h):
     m.last.copy_(h.detach().mean(0))
     return h - m.last
@@ -127,6 +132,8 @@ class Mixer(Layered, drop=lambda: nn.Dropout(0.1), calls=lambda: torch.zeros(())
 IDS = torch.tensor([0, 1, 2, 0, 1, 2, 3, 3])
 STEPS = {"steps": torch.zeros(())}
 LAST = {"last": torch.zeros(8)}
+ATTENTION = {"attend": nn.MultiheadAttention(8, 2, dropout=0.1)}
+RECURRENCE = {"lstm": nn.LSTM(8, 8, num_layers=2, dropout=0.2)}
 MIXING = {
     # function, tensors of the model, ids
     "a counter in a buffer": (counted, STEPS, ()),
@@ -169,17 +176,11 @@ MIXING = {
     "a function of autograd": (lambda m, h: Sharp.apply(h), {}, ()),
     "a function kept whole": (lambda m, h: turned(h), {}, ()),
     "samples in another order": (lambda m, h: h[torch.randperm(len(h))], {}, ()),
+    "samples in the order of a list": (lambda m, h: h[torch.randperm(len(h)).tolist()], {}, ()),
+    "a row that a number lets in": (among_positive, {}, (torch.eye(12)[5] - 0.5,)),
     "positions of samples": (lambda m, h: h + torch.arange(len(h))[:, None], {}, ()),
-    "attention over samples with dropout": (
-        lambda m, h: m.attention(h[:, None], h[:, None], h[:, None])[0][:, 0],
-        {"attention": nn.MultiheadAttention(8, 2, dropout=0.1)},
-        (),
-    ),
-    "a recurrence over samples with dropout": (
-        lambda m, h: m.lstm(h[:, None])[0][:, 0],
-        {"lstm": nn.LSTM(8, 8, num_layers=2, dropout=0.2)},
-        (),
-    ),
+    "attention over samples with dropout": (lambda m, h: m.attend(*[h[:, None]] * 3)[0][:, 0], ATTENTION, ()),
+    "a recurrence over samples with dropout": (lambda m, h: m.lstm(h[:, None])[0][:, 0], RECURRENCE, ()),
 }
 
 
@@ -197,7 +198,7 @@ def test_samples_that_meet_are_refused_with_the_line(name):
     function, tensors, ids = MIXING[name]
     line = re.escape(__file__) + r":\d+"
     with pytest.raises(ArgumentError, match=rf"samples act on each other at {line} .*out_dims.*in_dims"):
-        fxpipe.trace(model_of(function, tensors), (torch.randn(BATCH, 8), *ids), chunks=4)
+        fxpipe.trace(model_of(function, tensors), (torch.randn(len(ids[0]) if ids else BATCH, 8), *ids), chunks=4)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])

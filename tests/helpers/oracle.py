@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxpipe.rewriting.rng import seeded_python_rng
+from fxpipe.tracing.model_state import seeded_python_rng
 from fxpipe.utils.accelerator import mix_seed
 from helpers.devices import on_cpu
 

@@ -88,7 +88,12 @@ def _refusal_of(traced: Traced, leaves: Sequence[Any], chunks: int) -> tuple[_Re
     asked = {*own, batch, SAMPLES - 1, SAMPLES} - {1}
     shows_less = not all(read.holds(size) for read in traced.batch_conditions for size in asked)
     compared_sizes.excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
-    if shows_less and len(own) > 1 and _holds_at(traced, own) and (refusal := _refusal(traced, leaves, own, claims)):
+    if (
+        shows_less
+        and len(own) > 1
+        and _holds_at(traced, own)
+        and (refusal := _refusal(traced, leaves, own, own, claims))
+    ):
         return refusal, False
     few: list[tuple[int, ...]] = [(1, SAMPLES - 1), (SAMPLES // 2,) * 2]
     if 1 < batch < SAMPLES:  # if the order of samples matters, they cannot repeat
@@ -103,7 +108,7 @@ def _refusal_of(traced: Traced, leaves: Sequence[Any], chunks: int) -> tuple[_Re
         return None, False  # holds for this batch only: other micro-batches are compared when they run
     first: _Refusal | None = None
     for parts in splits:
-        refusal = _refusal(traced, leaves, parts, claims)
+        refusal = _refusal(traced, leaves, parts, own, claims)
         if refusal is None:
             return None, parts == few[0]
         first = first or (refusal if refusal.joins else None)
@@ -133,11 +138,14 @@ def _with_longer_tail(traced: Traced, out_dims: Any, refusal: _Refusal) -> Trace
 
 
 def _refusal(
-    traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], claims: Sequence[tuple[str, fx.Node, Any]]
+    traced: Traced,
+    leaves: Sequence[Any],
+    parts: tuple[int, ...],
+    own: tuple[int, ...],
+    claims: Sequence[tuple[str, fx.Node, Any]],
 ) -> _Refusal | None:
-    even = (sum(parts) // 2,) * 2 if sum(parts) == SAMPLES and _holds_at(traced, [SAMPLES // 2]) else parts
     try:
-        findings = _look_for(Findings(), traced, leaves, parts, even)
+        findings = _look_for(Findings(), traced, leaves, parts, own)
     except Exception as error:
         refusal = ArgumentError(
             f"whether samples act on each other cannot be told, since parts of the batch do not run: {error}; "
@@ -145,7 +153,7 @@ def _refusal(
         )
         refusal.__cause__ = error
         try:
-            findings = _look_for(Findings(may_fail=True), traced, leaves, parts, even)
+            findings = _look_for(Findings(may_fail=True), traced, leaves, parts, own)
         except Exception:
             return _Refusal(refusal)
     for _, node, _ in claims:
@@ -164,15 +172,18 @@ def _refusal(
 
 
 def _look_for(
-    findings: Findings, traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], even: tuple[int, ...]
+    findings: Findings, traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], own: tuple[int, ...]
 ) -> Findings:
+    even = (sum(parts) // 2,) * 2 if sum(parts) == SAMPLES and _holds_at(traced, [SAMPLES // 2]) else parts
     results = [node for _, node, _ in _claims(traced)]
     for mode, split in dict.fromkeys((("loud", parts), ("plain", parts), ("loud", even), ("equal", even))):
         run = run_side_by_side(traced, leaves, split, mode, findings, results)
         findings.add(run)
         hides = findings.blocks or run.has_python or not run.is_noisy or run.selected or findings.hiding()
         if not hides:
-            break  # each function keeps samples independent: other values show no more
+            return findings  # each function keeps samples independent: other values show no more
+    if findings.reads_values and own != parts and _holds_at(traced, own):  # a few samples may not take all branches
+        findings.add(run_side_by_side(traced, leaves, own, "plain", findings, results))
     return findings
 
 

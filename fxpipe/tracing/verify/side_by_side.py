@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -31,7 +32,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.tracing.guards import expect
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
-from fxpipe.tracing.model_state import preserve_rng, preserve_state
+from fxpipe.tracing.model_state import preserve_rng, preserve_state, seeded_python_rng
 from fxpipe.tracing.node_info import call_on_device, dependencies_of, info, state_of
 from fxpipe.tracing.shapes.batch_reductions import base_opname
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
@@ -64,6 +65,7 @@ class Findings:
     shown: set[fx.Node] = field(default_factory=set)  # selected values with rows in several parts
     sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # arguments and values written to the node
     parameters: Opened = field(default_factory=dict)
+    reads_values: bool = False  # does Python read values of samples?
     may_fail: bool = False  # may a node fail on a part? It does not join then, and parts go on with the whole's value
     failed: set[fx.Node] = field(default_factory=set)  # with all that is computed from these
 
@@ -78,6 +80,7 @@ class Findings:
         self.selected |= run.selected
         self.shown |= run.shown
         self.failed |= run.failed
+        self.reads_values |= run.reads_values
         self.sources = run.sources
 
     def hiding(self) -> set[fx.Node]:
@@ -238,8 +241,9 @@ class SideBySide(Findings):
         if not info(node).is_random or node.target in compared_sizes.MADE_DETERMINISTIC:
             reads: list[list[Any]] = [[] for _ in self.samples]
             results = [self._call(node, k, reads=reads[k]) for k in range(len(self.samples))]
-            if any(reads) and not _are_of_samples(*reads):
-                self.adaptive.add(node)
+            if any(reads):
+                self.reads_values |= not self.depends.isdisjoint(node.all_input_nodes)
+                self.adaptive.update(() if _are_of_samples(*reads) else (node,))
             if info(node).is_random and self.is_noisy:  # else a value less the same value after dropout is always 0
                 for tensor in _tensors(results):
                     tensor.data.mul_(1 + len(self.joins) % 8 / 16)
@@ -303,9 +307,12 @@ class SideBySide(Findings):
         if base_opname(node) == "randperm" or not all(self.joins[n] for n in sources):
             return False
         moving = [n for n in sources if n in self.depends and base_opname(node) not in _SEVERAL_DRAWS]
-        for part in (0, len(self.parts) - 1) if moving else ():
-            moved = {n: self._moved_rows(n, part, step) for n in moving}
-            pairs = zip(self._made_of(node, {}, step != 0), self._made_of(node, moved, step != 0), strict=True)
+        draws = 4 if info(node).is_random and info(node).opaque is not None else 1  # in some, samples keep their places
+        for draw, part in itertools.product(range(draws), (0, len(self.parts) - 1)) if moving else ():
+            with preserve_rng(), seeded_python_rng(draw):
+                torch.manual_seed(draw)
+                moved = {n: self._moved_rows(n, part, step) for n in moving}
+                pairs = zip(self._made_of(node, {}, step != 0), self._made_of(node, moved, step != 0), strict=True)
             for place, (left, right) in enumerate(pairs):
                 rows = (self._rows_of_parts(node, place, left, dim) for dim in range(left.dim()))
                 if not any(of and _same_rows(left, right, dim, of, part) for dim, of in enumerate(rows)):
