@@ -182,7 +182,7 @@ def _look_for(
         hides = findings.blocks or run.has_python or not run.is_noisy or run.selected or findings.hiding()
         if not hides:
             return findings  # each function keeps samples independent: other values show no more
-    if findings.reads_values and own != parts and _holds_at(traced, own):  # a few samples may not take all branches
+    if findings.reads_values and parts != own != own[:1] and _holds_at(traced, own):  # few may not take all branches
         findings.add(run_side_by_side(traced, leaves, own, "plain", findings, results))
     return findings
 
