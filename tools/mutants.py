@@ -2085,8 +2085,8 @@ TRACING = (
 PROFILING = (
     Mutant(
         "tracing/verify/side_by_side.py",
-        "                self.adaptive.add(node)\n            if info",
-        "                pass\n            if info",
+        "self.adaptive.update(() if _are_of_samples(*reads) else (node,))",
+        "pass",
         "attacks/test_samples_meet.py::test_samples_that_meet_are_refused_with_the_line",
     ),
     Mutant(
